@@ -3,10 +3,12 @@
     PYTHONPATH=. python benchmarks/calibrate.py benchmarks/results/search_h200.json \\
         --chains benchmarks/results/search_chain_h200.json --alone benchmarks/results/alone_h200.json
     PYTHONPATH=. python benchmarks/calibrate.py search_bf16.json [another_gpu_s.json ...] --kind bf16
+    PYTHONPATH=. python benchmarks/calibrate.py search_bf16_nn.json search_bf16_tn.json --kind bf16
 
 No GPU. The two coefficients of each config, three where `b` stays, minimise the logarithm of predicted over measured
 time; the constants that all configs share are those of SHARED. Other kinds have searches of bench_kinds.py, each
-predicted for its own GPU, and no choices beside the model's. For FP8, shapes where the model's choice loses are listed,
+predicted for its own GPU, and no choices beside the model's; searches of layouts but "nt" make times/KIND_nn.json, of
+all together. For FP8, shapes where the model's choice loses are listed,
 with the best config: the fastest when launched by itself, or, where search_chain.py timed it in chains as well, by
 both. Large products are bound by power: there back-to-back runs of bench_gemm.py decide, each config in a power state
 of its own. Prints the model's error, and what the choices lose against the fastest config measured.
@@ -16,6 +18,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import NamedTuple
@@ -55,39 +58,38 @@ WORTH_ALONE = 1.015
 
 
 class Sample(NamedTuple):
-    """What one config took at one shape, on which GPU, and what the fastest took."""
+    """What one config took at one problem, on which GPU, and what the fastest took."""
 
-    shape: Shape
+    config: GemmConfig
+    problem: GemmProblem
     us: float
     fastest_us: float
     hardware: Hardware
 
 
-def samples_of(config: GemmConfig, searched: Searched, hardware: Hardware = H200) -> list[Sample]:
+def samples_of(
+    config: GemmConfig, searched: Searched, hardware: Hardware = H200, kind: str = "fp8", layout: str = "nt"
+) -> list[Sample]:
     """A config's among those of a search."""
     return [
-        Sample(shape, times[config.name], min(times.values()), hardware)
+        Sample(config, problem_of(kind, shape, layout=layout), times[config.name], min(times.values()), hardware)
         for shape, times in searched.items()
         if config.name in times
     ]
 
 
-def fit(config: GemmConfig, samples: list[Sample], kind: str = "fp8") -> list[float]:
+def fit(config: GemmConfig, samples: list[Sample], calibration: cost.Calibration) -> list[float]:
     """The TileTimes of one config by Gauss-Newton on their logarithms, through the selector's own model.
 
     A sample weighs the less, the further the config is from the fastest there: the model has to rank contenders.
     """
-    problems = [problem_of(kind, sample.shape) for sample in samples]
     measured = np.array([sample.us for sample in samples])
     excess = measured / np.array([sample.fastest_us for sample in samples]) - 1
     weight = 1 / (1 + (excess / CONTENDER) ** 2)
 
     def log_error(logs: np.ndarray) -> np.ndarray:
-        cost.calibration(kind).configs[config.name] = cost.TileTimes(*np.exp(logs))
-        predicted = [
-            cost.estimate(config, problem, sample.hardware).time_us
-            for problem, sample in zip(problems, samples, strict=True)
-        ]
+        calibration.configs[config.timed_name] = cost.TileTimes(*np.exp(logs))
+        predicted = [cost.estimate(sample.config, sample.problem, sample.hardware).time_us for sample in samples]
         return np.log(np.array(predicted) / measured)
 
     count = 3 if config.resident_b else 2
@@ -117,6 +119,7 @@ def write(model: dict, kind: str = "fp8") -> None:
     (cost.TIMES / f"{kind}.json").write_text(json.dumps(model, indent=1) + "\n")
     cost.read_calibration.cache_clear()
     cost.calibration.cache_clear()
+    cost.along_rows.cache_clear()
     cost.times_of.cache_clear()
     choose_bucket.cache_clear()
 
@@ -179,28 +182,47 @@ def report_losses(searched: Searched) -> str:
     return f"chosen over fastest: {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
 
 
+class Search(NamedTuple):
+    """One of bench_kinds.py."""
+
+    searched: Searched
+    hardware: Hardware
+    layout: str
+
+
 def calibrate_kind(kind: str, paths: list[Path]) -> None:
-    """Of searches of bench_kinds.py."""
+    """Of searches of bench_kinds.py, all of operands along k or none."""
     found = [store.load(path) for path in paths]
     searches = [
-        (
+        Search(
             {Shape(row["m"], row["n"], row["k"]): timed_configs(row["us"]) for row in search["shapes"]},
             for_device(search["meta"]["gpu"]),
+            search["meta"].get("layout", "nt"),
         )
         for search in found
     ]
+    apart = any(search.layout != "nt" for search in searches)
+    if apart and any(search.layout == "nt" for search in searches):
+        raise SystemExit("searches are of operands along k and of others: calibrate by each apart")
     before = losses_of_kind(kind, searches)
     source = {name: found[0]["meta"][name] for name in ("gpu", "num_sms", "date")}
     fitted_to = ", ".join(path.name for path in paths)
-    candidates = default_configs(True, kind, problem_of(kind, Shape(1, 1, 1)).output)
-    model = {**source, "fitted_to": fitted_to, **SHARED, "configs": borrowed(candidates, kind), "choices": {}}
-    write(model, kind)
+    output = problem_of(kind, Shape(1, 1, 1)).output
+    candidates = default_configs(True, kind, output, layout=cost.ALONG_ROWS if apart else "nt")
+    configs = {} if apart else borrowed(candidates, kind)
+    model = {**source, "fitted_to": fitted_to, **SHARED, "configs": configs, "choices": {}}
+    name, calibration = (f"{kind}_{cost.ALONG_ROWS}", cost.along_rows) if apart else (kind, cost.calibration)
+    write(model, name)
     for config in candidates:
-        samples = [sample for search in searches for sample in samples_of(config, *search)]
+        samples = [
+            sample
+            for search in searches
+            for sample in samples_of(replace(config, layout=search.layout), *search[:2], kind, search.layout)
+        ]
         if samples:
-            model["configs"][config.name] = [round(value, 4) for value in fit(config, samples, kind)]
-    write(model, kind)
-    print(f"{kind}: {before} before, {losses_of_kind(kind, searches)} now")
+            model["configs"][config.timed_name] = [round(value, 4) for value in fit(config, samples, calibration(kind))]
+    write(model, name)
+    print(f"{name}: {before} before, {losses_of_kind(kind, searches)} now")
 
 
 def timed_configs(us: dict[str, float]) -> dict[str, float]:
@@ -208,16 +230,14 @@ def timed_configs(us: dict[str, float]) -> dict[str, float]:
     return {name: time for name, time in us.items() if name not in ("torch", "deep_tile")}
 
 
-def losses_of_kind(kind: str, searches: list[tuple[Searched, Hardware]]) -> str:
+def losses_of_kind(kind: str, searches: list[Search]) -> str:
     """What following the choices costs."""
-    shapes = {shape for searched, _ in searches for shape in searched}
-    chosen = {shape: choose(problem_of(kind, shape)).name for shape in shapes}
-    losses = [
-        times[chosen[shape]] / min(times.values())
-        for searched, _ in searches
-        for shape, times in searched.items()
-        if chosen[shape] in times
-    ]
+    losses = []
+    for search in searches:
+        for shape, times in search.searched.items():
+            chosen = choose(problem_of(kind, shape, layout=search.layout)).name
+            if chosen in times:
+                losses.append(times[chosen] / min(times.values()))
     return f"chosen over fastest {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
 
 
@@ -243,7 +263,8 @@ def main() -> None:
     model = {**source, **SHARED, "configs": borrowed(candidates), "choices": {}}
     write(model)
     for config in candidates:
-        model["configs"][config.name] = [round(value, 4) for value in fit(config, samples_of(config, searched))]
+        samples = samples_of(config, searched)
+        model["configs"][config.name] = [round(value, 4) for value in fit(config, samples, cost.calibration())]
     write(model)
     print("model alone:", report(searched))
     choices = better_choices(among(searched, candidates), among(chains, candidates)) | alone_choices(arguments.alone)

@@ -108,13 +108,12 @@ MOST_EXPERTS = 512
 """That choices are sorted by: one for each thread."""
 
 _SORT_BLOCKS = 64
-"""At most: more would wait for others, where clusters do not fill a GPU's parts evenly."""
+"""At most: more would wait for others, where clusters do not fill a GPU's parts evenly. 65,536 choices take 1.7 us more
+with 128 blocks. With blocks to spare a warp places 32 choices, one per lane: 4,096 and 16,384 choices take 0.5 to 0.7
+us less than with 64 (H100, 2026-11-26)."""
 
 _COUNTED_ALONE = 4096
 """Choices that one block counts faster than a cluster's blocks can synchronise."""
-
-_PLACED_BY_WARP = 64
-"""Choices per warp, if there are enough blocks: two per lane, read at once."""
 
 _MOST_PLACED_BY_WARP = 2048
 """A block's are told by 16 bits."""
@@ -182,7 +181,7 @@ def schedule_sort(choices: int, rows_size: int, threads: int) -> SortSchedule:
     """The schedule that sorts at most `MOST_CHOICES` choices, by blocks with this many threads."""
     warps = threads // WARP
     cluster = 1 if choices <= _COUNTED_ALONE else params.SORT_BLOCKS
-    warp_choices = WARP if choices <= threads else _PLACED_BY_WARP
+    warp_choices = WARP
     while _SORT_BLOCKS * warps * warp_choices < choices:
         warp_choices *= 2
     share = warps * warp_choices

@@ -87,7 +87,7 @@ def _immediates(config: GemmConfig) -> str:
 
 
 _FIELDS = (
-    *("block_m", "block_n", "block_k", "k_bytes", "a_span", "b_span", "stages"),
+    *("block_m", "block_n", "block_k", "k_bytes", "a_span", "b_span", "b_rows", "stages"),
     *("cluster_m", "cluster_n", "split_k", "scale_blocks", "scales_at_once"),
     *("math_warpgroups", "scale_warps", "store_warps", "unit_warps", "converter_warps", "threads"),
     *("math_registers", "producer_registers"),

@@ -202,10 +202,7 @@ class Dense(Product):
         (a, b), (out, _) = self.matrices(given), self.out_and_bias(given)
         checks.check_sizes(a, b)
         for name, x in ((self.names[0], a), (self.names[self.count // 2], b)):
-            if x.dtype == torch.uint8:
-                packed.check_memory(name, x)
-            else:
-                _check_operand(name, x)
+            (packed.check_memory if x.dtype == torch.uint8 else _check_operand)(name, x)
         self.check_scales(given)
         if out is not None:
             checks.check_out_strides(out)
@@ -759,9 +756,8 @@ def _check_operand(name: str, x: torch.Tensor) -> None:
         if problem:
             raise ValueError(problem)
         checks.check_alignment(name, x)
-    size, what = (
-        (x.shape[0], f"{name} has {x.shape[0]} rows") if _lies_along_rows(x) else (x.shape[1], f"k is {x.shape[1]}")
-    )
+    rows, k = x.shape
+    size, what = (rows, f"{name} has {rows} rows") if _lies_along_rows(x) else (k, f"k is {k}")
     if size * x.element_size() > checks.MAX_SIZE:
         raise ValueError(f"{what}; of {x.dtype} at most {checks.MAX_SIZE // x.element_size()}: split the product")
 

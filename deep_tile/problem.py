@@ -63,17 +63,20 @@ class GemmProblem(NamedTuple):
     @property
     def row_alignment(self) -> tuple[int, int]:
         """Row alignments of `a` and `b`: the largest power of two up to `LINE_BYTES` that divides the row stride in
-        bytes, at least TMA's 16. An M-major `a` counts as 16: its stride is m, and a kernel choice covers many m.
+        bytes, at least TMA's 16.
         """
         if self.strided is not None:
             return self.strided
-        along, (a, b) = {"m": 0, "n": self.n, "k": self.k}, LAYOUTS[self.layout]
+        along, (a, b) = {"m": self.m, "n": self.n, "k": self.k}, LAYOUTS[self.layout]
         return _alignment(along[a] * self.product.a.bytes), _alignment(along[b] * self.product.b.bytes)
 
     def with_strides(self, a_stride: int, b_stride: int) -> "GemmProblem":
         """This problem for operands with these row strides, in elements; column strides for M- and N-major operands."""
-        a_bytes = 0 if LAYOUTS[self.layout].a == "m" else a_stride * self.product.a.bytes
-        strided = _alignment(a_bytes), _alignment(b_stride * self.product.b.bytes)
+        strided = _alignment(a_stride * self.product.a.bytes), _alignment(b_stride * self.product.b.bytes)
+        return self.with_alignment(strided)
+
+    def with_alignment(self, strided: tuple[int, int]) -> "GemmProblem":
+        """This problem with such a `row_alignment`."""
         return self if strided == self.row_alignment else self._replace(strided=strided)
 
     @property

@@ -190,6 +190,21 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
     meeting.wait();
     return votes;
 }
+
+inline unsigned __match_any_sync(unsigned mask, unsigned value) {
+    Meeting& meeting = meeting_of(mask);
+    meeting.values[threadIdx.x % 32] = value;
+    meeting.wait();
+    unsigned alike = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) alike |= (mask >> lane & 1 && meeting.values[lane] == value) << lane;
+    meeting.wait();
+    return alike;
+}
+
+inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
+    for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(mask, value, distance);
+    return value;
+}
 #endif
 
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {

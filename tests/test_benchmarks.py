@@ -49,6 +49,7 @@ from benchmarks.shapes import (  # noqa: E402
 )
 from deep_tile import cast  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
+from deep_tile.kinds import KINDS, LAYOUTS  # noqa: E402
 from deep_tile.method import report as report_of_package  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
 from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error  # noqa: E402
@@ -463,7 +464,10 @@ def test_choices_are_listed_where_the_model_chooses_another():
     assert calibrate.better_choices({shape: times}, {shape: {"other": 8.0}}) == {"64x4096x7168": "other"}
 
 
-@pytest.mark.parametrize("kind", [path.stem for path in sorted(cost.TIMES.glob("*.json"))])
+STORED_TIMES = sorted(path.stem for path in cost.TIMES.glob("*.json"))
+
+
+@pytest.mark.parametrize("kind", [name for name in STORED_TIMES if not name.endswith(f"_{cost.ALONG_ROWS}")])
 def test_stored_choices_are_candidates_and_every_candidate_has_times(kind):
     """A tile that is no candidate keeps its times where other results or groups borrow them."""
     candidates = default_configs(True, kind, problem_of(kind, Shape(1, 1, 1)).output)
@@ -472,6 +476,15 @@ def test_stored_choices_are_candidates_and_every_candidate_has_times(kind):
     assert names | calibrate.borrowed(candidates, kind).keys() == model.configs.keys()
     searched = {Shape(1, 1, 1): dict.fromkeys([*model.configs, "gone"], 1.0)}
     assert calibrate.among(searched, candidates) == {Shape(1, 1, 1): dict.fromkeys(sorted(names), 1.0)}
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "nt"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if len(KINDS[kind].layouts) > 1])
+def test_every_candidate_has_times_of_its_own_where_an_operand_lies_along_its_rows(kind, layout):
+    model = cost.along_rows(kind)
+    candidates = default_configs(True, kind, layout=layout)
+    assert {cost.tile_times(config) for config in candidates} == set(model.configs.values())
+    assert not model.choices and len(candidates) == len(model.configs)
 
 
 def test_a_bucket_is_given_a_config_that_ties_at_one_of_its_m_only():

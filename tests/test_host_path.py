@@ -761,7 +761,7 @@ for gone in (freed(chosen), freed(chosen, left=0.5), freed(chosen[:, ::2])):
     assert shown[:8] == [new, path, new, path, *[new] * 4]
     assert [said[:31] for said in shown[9:]] == ["ValueError chosen has no memory"] * 3
     wanted = {"choices": 6000, "rows_size": 6000, "experts": 60, "alignment": 1, "cluster_log2": 3, "slice": 1024}
-    wanted |= {"warp_choices_log2": 6, "chosen": int(shown[8])}
+    wanted |= {"warp_choices_log2": 5, "chosen": int(shown[8])}
     first, _, aligned, _, few, *_, strided = launched
     assert wanted.items() <= first.params.items() and "cluster 8 pdl 1" in first.line
     assert aligned.params["rows_size"] == 13_696 and aligned.params["alignment"] == 128

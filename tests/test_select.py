@@ -168,7 +168,8 @@ def test_choice_is_that_of_its_bucket(problem):
     bucket = bucketed(problem)
     assert bucket.m >= problem.m
     assert bucketed(bucket) == bucket
-    assert bucket._replace(m=problem.m) == problem
+    assert bucket._replace(m=problem.m, strided=problem.strided) == problem
+    assert bucket.row_alignment == problem.row_alignment
     assert choose(problem) == choose(bucket)
 
 
@@ -178,16 +179,18 @@ def test_choice_is_that_of_its_bucket(problem):
     max_m=st.integers(1, 700),
     num_sms=num_sms,
     tma_store=st.booleans(),
+    what=st.sampled_from([{"kind": "fp8"}, {"kind": "bf16", "layout": "tn"}, {"kind": "bf16", "layout": "nn"}]),
 )
 @settings(max_examples=60, deadline=None)
-def test_configs_for_are_those_that_some_m_is_given(n, k, max_m, num_sms, tma_store):
-    """Whether or not their choices are remembered: those of many m are made at once."""
+def test_configs_for_are_those_that_some_m_is_given(n, k, max_m, num_sms, tma_store, what):
+    """Whether or not their choices are remembered: those of many m are made at once. Of an `a` along m an m has no room
+    for TMA's rows but in multiples of 8."""
     choose_bucket.cache_clear()
-    made = configs_for(n, k, max_m, num_sms, tma_store)
+    made = configs_for(n, k, max_m, num_sms, tma_store, **what)
     choose_bucket.cache_clear()
-    chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store)) for m in range(1, max_m + 1)}
-    assert set(made) == chosen and made == configs_for(n, k, max_m, num_sms, tma_store)
-    covering = configs_for(n, k, max_m, num_sms, tma_store)
+    chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store, **what)) for m in range(1, max_m + 1)}
+    assert set(made) == chosen and made == configs_for(n, k, max_m, num_sms, tma_store, **what)
+    covering = configs_for(n, k, max_m, num_sms, tma_store, **what)
     assert len(covering) == len(set(covering))
     # The last bucket reaches beyond max_m, but is one choice.
     assert set(covering) == chosen

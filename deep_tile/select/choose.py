@@ -25,8 +25,9 @@ UNTUNED: Tuned = MappingProxyType({})
 
 
 def bucketed(problem: GemmProblem) -> GemmProblem:
-    """The problem whose choice this one shares: with the largest m in its bucket."""
-    return problem._replace(m=_bucket_end(problem.m))
+    """The problem whose choice this one shares: with the largest m in its bucket, and its own row alignment, which
+    depends on m for an M-major `a`."""
+    return problem._replace(m=_bucket_end(problem.m)).with_alignment(problem.row_alignment)
 
 
 def _bucket_end(m: int) -> int:
@@ -37,9 +38,9 @@ def _bucket_end(m: int) -> int:
     return round_up(m, 8 if m <= 64 else 32 if m <= 128 else 64)
 
 
-def _bucket_ends(max_m: int) -> list[int]:
-    """Bucket ends for m from 1 to max_m, all multiples of 8."""
-    return sorted({_bucket_end(m) for m in range(8, max_m + 8, 8)})
+def _buckets(of_all: GemmProblem, max_m: int) -> list[GemmProblem]:
+    """Buckets of problems like `of_all` for m from 1 to max_m. Each m is a multiple of 8."""
+    return list(dict.fromkeys(bucketed(of_all._replace(m=m)) for m in range(8, max_m + 8, 8)))
 
 
 def candidates(
@@ -135,16 +136,25 @@ _FEW = 4
 """Problems that are chosen for as fast one by one."""
 
 
-def _foresee(of_all: GemmProblem, ends: list[int], tuned: Tuned) -> dict[tuple[GemmProblem, None], GemmConfig]:
-    """The results of `choose_bucket` for problems like `of_all` with each m, in a twentieth of the time; without those
-    that are measured or close."""
+def _foresee(buckets: list[GemmProblem], tuned: Tuned) -> dict[tuple[GemmProblem, None], GemmConfig]:
+    """The results of `choose_bucket` for buckets that differ in m and row alignment, in a twentieth of the time;
+    without those that are measured or close."""
+    unmeasured = [bucket for bucket in buckets if not _is_measured(bucket, tuned)]
+    alike: dict[tuple[int, int], list[GemmProblem]] = {}
+    for bucket in unmeasured:
+        alike.setdefault(bucket.row_alignment, []).append(bucket)
+    return {key: config for problems in alike.values() for key, config in _foresee_alike(problems).items()}
+
+
+def _foresee_alike(problems: list[GemmProblem]) -> dict[tuple[GemmProblem, None], GemmConfig]:
+    """The same for buckets that differ in m alone, none of them measured."""
     import numpy
 
-    configs = _runnable(of_all)
-    problems = [problem for m in ends if not _is_measured(problem := of_all._replace(m=m), tuned)]
+    configs = _runnable(problems[0])
     if not configs or len(problems) < _FEW:
         return {}
-    many = of_all._replace(m=numpy.array([problem.m for problem in problems]))
+    ms = numpy.array([problem.m for problem in problems])
+    many = problems[0]._replace(m=ms, strided=problems[0].row_alignment)
     times = numpy.array([times_us(config, many) for config in configs])
     is_near = times <= times.min(axis=0) * _CLEARLY
     clear = numpy.flatnonzero(is_near.sum(axis=0) == 1)
@@ -288,12 +298,12 @@ def configs_for(
     layout: str = "nt",
 ) -> list[GemmConfig]:
     """Every config that some m in [1, max_m] is given."""
-    ends = _bucket_ends(max_m)
     finish = {"accumulate": accumulate, "bias": bias, "activation": activation, "layout": layout}
     of_all = GemmProblem(1, n, k, num_sms, tma_store, split_k, kind, output, **finish)
-    foreseen = _foresee(of_all, ends, tuned)
+    buckets = _buckets(of_all, max_m)
+    foreseen = _foresee(buckets, tuned)
     _foreseen.update(foreseen)
-    chosen = {choose(of_all._replace(m=m), tuned) for m in ends}
+    chosen = {choose(bucket, tuned) for bucket in buckets}
     for bucket in foreseen:  # unused entries, if choose_bucket had them cached
         _foreseen.pop(bucket, None)
     return sorted(chosen, key=lambda config: config.name)
@@ -301,7 +311,7 @@ def configs_for(
 
 def cast_configs_for(of_all: GemmProblem, max_m: int, tuned: Tuned = UNTUNED) -> list[GemmConfig]:
     """Every config that some m in [1, max_m] gets for a GEMM with an FP8 result, fused or not."""
-    problems = [of_all._replace(m=m) for m in _bucket_ends(max_m)]
+    problems = _buckets(of_all, max_m)
     together = [choose_cast(problem, tuned) if problem.tma_store else None for problem in problems]
     chosen = {
         config or choose(without_cast(problem), tuned) for config, problem in zip(together, problems, strict=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import EVERY_KIND, K_BLOCK_BYTES, QUANTIZED, RESULTS
+from deep_tile.kinds import EVERY_KIND, K_BLOCK_BYTES, LAYOUTS, QUANTIZED, RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
@@ -29,6 +29,10 @@ TIMES = Path(__file__).parent / "times"
 
 LIKE = {"int8_rows": "fp8_rows", "int8_unscaled": "fp8_rows", "fp16": "bf16", "int4": "fp8_1x128"}
 """Unmeasured families and the measured ones with equal element size and accumulation that stand for them."""
+
+
+ALONG_ROWS = "nn"
+"""The layout whose kernel names key the stored times for all layouts but "nt"."""
 
 
 BOX_CAST_US = 0.8
@@ -110,6 +114,12 @@ def times_of(kind: str) -> str:
 
 
 @cache
+def along_rows(kind: str) -> Calibration:
+    """A kind's calibration for M- or N-major operands, whose boxes differ and so do their tiles' times."""
+    return read_calibration(TIMES / f"{times_of(kind)}_{ALONG_ROWS}.json")
+
+
+@cache
 def calibration(kind: str = "fp8") -> Calibration:
     """The calibration for a kind, by its name in `kinds.EVERY_KIND`. Measured choices come from its family only."""
     measured = read_calibration(TIMES / f"{times_of(kind)}.json")
@@ -129,7 +139,10 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     On another GPU the tensor core part scales with tensor rate, the rest with the clock.
     """
     tensor_us = block_tensor_us(config, H200)
-    measured = (calibration(kind).configs.get(name) for kind, name in _names_of_times(config))
+    measured = (
+        (along_rows if is_along_rows else calibration)(kind).configs.get(name)
+        for is_along_rows, kind, name in _names_of_times(config)
+    )
     on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, 2.0))
     if config.is_packed:
         tile = config.block_m, config.block_n, config.scale_blocks
@@ -141,17 +154,24 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
 
 
 @lru_cache(maxsize=1_024)
-def _names_of_times(config: GemmConfig) -> tuple[tuple[str, str], ...]:
-    """(kind, kernel) pairs whose times may stand for a config's: its own, then the same tile with other outputs, in the
-    kind from `times_of` and in FP8."""
+def _names_of_times(config: GemmConfig) -> tuple[tuple[bool, str, str], ...]:
+    """Kernels whose times a config's may be, whether `along_rows` has them, and of which kind: its own, then those of
+    other results with the same tile, of the kind that it has the times of and of FP8. With an operand along its rows
+    those of such a tile come first, and its own are none."""
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     tile = {field: getattr(config, field) for field in fields}
-    names, timed = [(config.kind, config.timed_name)], times_of(config.kind)
-    for kind, output in ((timed, EVERY_KIND[timed].output), (timed, "fp32"), ("fp8", "bf16")):
+    timed = times_of(config.kind)
+    alike = [(timed, EVERY_KIND[timed].output, "nt"), (timed, "fp32", "nt"), ("fp8", "bf16", "nt")]
+    names = [(False, config.kind, config.timed_name)]
+    if config.layout != "nt":
+        alike.insert(0, (timed, EVERY_KIND[timed].output, ALONG_ROWS))
+        names = []
+    for kind, output, layout in alike:
         try:
-            names.append((kind, deepest_config(**tile, kind=kind, output=output).timed_name))
+            name = deepest_config(**tile, kind=kind, output=output, layout=layout).timed_name
         except ValueError:  # a tile that this kind cannot have
             continue
+        names.append((layout != "nt", kind, name))
     return tuple(names)
 
 
@@ -221,12 +241,26 @@ def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -
     return sum(each * K_BLOCK_BYTES / share for each, share in zip(rows, shares, strict=True))
 
 
+CROWDED_US = {16: 0.31, 32: 0.16, 64: 0.16, 128: 0.04}
+"""Extra time per K block and 64 rows of an M-major `a` if every SM loads one, times 1 + m / 64, by row alignment: with
+a small m all SMs read the same few lines at once. Fitted together with times/bf16_nn.json."""
+
+
+def _crowded_us(config: GemmConfig, problem: GemmProblem):
+    """Extra microseconds per K block for an M-major `a`, if every SM loads one."""
+    if LAYOUTS[problem.layout].a != "m":
+        return 0.0
+    columns = config.block_m / config.cluster_n / 64
+    return columns * CROWDED_US[problem.row_alignment[0]] / (1 + problem.m / 64) * problem.num_sms / H200.num_sms
+
+
 def _with_loads(blocks_us, blocks, config: GemmConfig, problem: GemmProblem, hardware: Hardware):
     """Time for K blocks in microseconds, from `blocks_us`, which was measured without load stalls.
 
     Args:
         blocks: mean K blocks per SM.
     """
+    blocks_us = blocks_us + blocks * _crowded_us(config, problem)
     loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / hardware.l2_tbps / 1e6
     return (blocks_us**LOADS_OVERLAP + loads_us**LOADS_OVERLAP) ** (1 / LOADS_OVERLAP)
 

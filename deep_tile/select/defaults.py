@@ -32,8 +32,8 @@ _TILES = {
 measured problems the best among these, split and decode tiles takes 1.0001 times the best among 61, at most 1.006 (H100
 and H200, 2026-11-25)."""
 
-_SPLIT_TILES = (64, 96, 128, 192)
-"""block_n for 128-row tiles with split_k 2."""
+_SPLIT_TILES = ((64, 2), (96, 2), (128, 2), (192, 2))
+"""(block_n, split_k) for 128-row tiles."""
 
 _RESIDENT_TILES = ((128, 128, 5), (128, 192, 4))
 """(block_m, block_n, b_stages) for tiles with resident `b`: the wider, the shorter K must be. 128x256
@@ -46,7 +46,7 @@ _TILES_OF_KINDS = {
     **{(128, 64): _ALONE, (128, 96): _ALONE, (128, 128): CLUSTERS, (128, 160): _ALONE, (128, 192): CLUSTERS},
     **{(128, 256): _PAIRS_ALONG_M, (256, 128): CLUSTERS},
 }
-_SPLIT_TILES_OF_KINDS = (64, 128)
+_SPLIT_TILES_OF_KINDS = ((64, 2), (128, 2))
 """The same for kinds other than FP8 with 16-bit results, by their own searches. With a scale for each column 128x128
 is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less time at two of 19 shapes, more at others
 (H200, 2026-11-24)."""
@@ -63,9 +63,17 @@ _SUMMED_TILES = dict.fromkeys(((128, 176), (128, 224)), _PAIRS_ALONG_M)
 takes 1.6 % less (up to 9 %) at m from 129 to 1024, and with both 0.8 % less above. 256x160 and 256x192 would gain 0.1 %
 more (H100, 70 shapes, 2026-11-24)."""
 
-_MOST_BOXES = 4
-"""Most `b` boxes per stage. One thread requests two boxes in 180 clocks: with an N-major b 128x160 has five boxes and
-takes a fifth longer at 4096x7168x2048 than with a K-major b (H100, 2026-11-24)."""
+_DECODE_TILES_ALONG_ROWS = (
+    *((32, 2, 1), (64, 1, 1), (64, 2, 1), (64, 2, 2), (64, 2, 4), (128, 1, 1), (128, 2, 1), (128, 1, 2), (128, 1, 4)),
+    *((192, 1, 1), (192, 1, 2), (256, 1, 1)),
+)
+_TILES_ALONG_ROWS = {
+    **{(128, 64): _ALONE, (128, 128): CLUSTERS, (128, 192): CLUSTERS, (128, 224): _PAIRS_ALONG_M},
+    **{(128, 256): _PAIRS_ALONG_M, (256, 128): CLUSTERS, (256, 160): _ALONE},
+}
+_SPLIT_TILES_ALONG_ROWS = ((64, 2), (128, 2), (128, 4), (192, 2))
+"""The same for M- and N-major operands: over 150 products "nn" and "tn" the best among these takes 1.0002 times the
+best among 47, at most 1.02 (H100, 2026-11-26)."""
 
 _MOST_COPIED = 600
 """Most accumulators x promotions over the main loop's copies beside which an activation's code fits."""
@@ -207,11 +215,12 @@ def quantized(config: GemmConfig) -> GemmConfig | None:
 
 def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
     """For kinds other than FP8 with 16-bit results: tiles measured with FP8, with mechanisms that every kind has."""
+    if of_kind["layout"] != "nt":
+        return tuple(_tiled(_DECODE_TILES_ALONG_ROWS, _TILES_ALONG_ROWS, _SPLIT_TILES_ALONG_ROWS, of_kind))
     kind = EVERY_KIND[of_kind["kind"]]
     tiles = _TILES_OF_KINDS if kind.promotes else _TILES_OF_KINDS | _SUMMED_TILES
-    splits = [block_n for block_n in _SPLIT_TILES_OF_KINDS if block_n < 128 or kind.scaling != "row_blocks"]
-    every = _tiled(_DECODE_TILES_OF_KINDS, tiles, splits, of_kind)
-    return tuple(config for config in every if config.b_boxes <= _MOST_BOXES)
+    splits = [split for split in _SPLIT_TILES_OF_KINDS if split[0] < 128 or kind.scaling != "row_blocks"]
+    return tuple(_tiled(_DECODE_TILES_OF_KINDS, tiles, splits, of_kind))
 
 
 def packed_configs(tiles: Iterable[tuple[int, int, int, int]], **options: bool | str) -> tuple[GemmConfig, ...]:
@@ -233,7 +242,7 @@ def _fp8_configs(tma_store: bool, kind: str, output: str) -> tuple[GemmConfig, .
 def _tiled(
     decode: Iterable[tuple[int, int, int]],
     tiles: Mapping[tuple[int, int], Iterable[tuple[int, int]]],
-    splits: Iterable[int],
+    splits: Iterable[tuple[int, int]],
     options: Mapping[str, bool | str],
 ) -> list[GemmConfig]:
     """Configs from tables like the above."""
@@ -244,5 +253,5 @@ def _tiled(
             for tile, clusters in tiles.items()
             for cluster_m, cluster_n in clusters
         ),
-        *(deepest_config(128, block_n, split_k=2, **options) for block_n in splits),
+        *(deepest_config(128, block_n, split_k=split_k, **options) for block_n, split_k in splits),
     ]

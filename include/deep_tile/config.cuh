@@ -20,7 +20,7 @@ enum class Activation { none, relu, gelu, gelu_tanh, silu, swiglu };
 
 struct GemmConfig {
     int block_m, block_n, block_k, k_bytes;
-    int a_span, b_span;
+    int a_span, b_span, b_rows;
     int stages;
     int cluster_m, cluster_n, split_k;
     int scale_blocks, scales_at_once;
@@ -160,7 +160,7 @@ struct UnitBarriers<config, true> {
 template <GemmConfig config>
 struct alignas(1024) SharedStorage : Partials<config> {
     alignas(1024) u8 a[config.stages][config.block_m * config.k_bytes];
-    u8 b[config.b_slots][config.block_n * config.k_bytes];
+    u8 b[config.b_slots][config.b_rows * config.k_bytes];
     u8 out[config.math_warpgroups][config.store_buffers][mma_m * config.store_columns * config.out_bytes];
     [[no_unique_address]] PackedOperand<config> packed;
     alignas(16) float a_scale[config.scale_stages()][config.scale_blocks][config.has_scales() ? config.block_m : 4];

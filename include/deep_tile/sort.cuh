@@ -190,19 +190,6 @@ __device__ __forceinline__ void lay_out(const SortParams& params, u32 rank, Sort
     __syncthreads();
 }
 
-// Mask of lanes with the same bucket: one vote per bit.
-template <int threads>
-__device__ __forceinline__ u32 lanes_alike(u32 bucket) {
-    u32 alike = ~0u;
-#pragma unroll
-    for (int bit = 0; (threads + 1) >> bit != 0; ++bit) {
-        const bool is_set = bucket >> bit & 1;
-        const u32 lanes = __ballot_sync(~0u, is_set);
-        alike &= is_set ? lanes : ~lanes;
-    }
-    return alike;
-}
-
 // Writes one choice. Rows without an expert go to the end, or nowhere if experts are aligned.
 __device__ __forceinline__ void write_choice(const SortParams& params, u32 number, u32 bucket, u32 row) {
     const bool lives = bucket < params.experts;
@@ -229,7 +216,7 @@ __device__ __forceinline__ void place_share(const SortParams& params, const Sort
 #pragma unroll
         for (u32 i = 0; i < at_once; ++i) {
             buckets[i] = first + i * warp_threads < end ? choices.bucket(params, i) : params.experts + 1;
-            alike[i] = lanes_alike<threads>(buckets[i]);
+            alike[i] = __match_any_sync(~0u, buckets[i]);
         }
 #pragma unroll
         for (u32 i = 0; i < at_once; ++i) {

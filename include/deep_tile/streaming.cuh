@@ -33,10 +33,7 @@ __device__ __forceinline__ u32 sum_before(u32 value, u32* sums) {
     }
     if (lane == warp_threads - 1) sums[warp] = sum;
     __syncthreads();
-    u32 before = sum - value;
-#pragma unroll 1
-    for (u32 i = 0; i < warp; ++i) before += sums[i];
-    return before;
+    return sum - value + __reduce_add_sync(~0u, lane < warp ? sums[lane] : 0);
 }
 
 }  // namespace deep_tile

@@ -129,7 +129,7 @@ class MathWarpgroup {
 
    private:
     __device__ __forceinline__ Descriptors<config> descriptors(int stage, int slot, int chunk_m, int chunk_n) const {
-        constexpr u32 a_stage = config.block_m * config.k_bytes, b_stage = config.block_n * config.k_bytes;
+        constexpr u32 a_stage = config.block_m * config.k_bytes, b_stage = config.b_rows * config.k_bytes;
         return {first_.a_low + (stage * a_stage + chunk_m * mma_m * k_block_bytes) / 16,
                 first_.b_low + (slot * b_stage + chunk_n * config.mma_n * k_block_bytes) / 16};
     }
