@@ -298,7 +298,7 @@ def test_precompile_model(monkeypatch):
     model.layers[0] = nn.Linear(256, 512, device="meta")
     shapes = []
     monkeypatch.setattr(nn.api, "precompile", lambda given, **_: shapes.extend(given) or nn.api.Precompiled((), 0))
-    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers: shapes.append("casts"))
+    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers, progress: shapes.append("casts"))
     model.foreign = torch.nn.Module()
     model.foreign.weight = torch.empty(100, 128, device="meta", dtype=torch.float8_e4m3fn)
     model.foreign.weight_scale = torch.empty(1, 1, device="meta")
@@ -310,7 +310,7 @@ def test_layers_have_kernels_for_their_own_options(monkeypatch):
     asked = []
     made = nn.api.Precompiled((), 0)
     monkeypatch.setattr(nn.api, "precompile", lambda given, **options: asked.append(options) or made)
-    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers: None)
+    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers, progress: None)
     options = [{}, {"batch_invariant": False, "out_dtype": torch.float32}, {"num_sms": 64}]
     model = torch.nn.ModuleList(nn.Linear(128, 128, False, device="meta", **own) for own in options)
     deep_tile.precompile_model(model, 64, batch_invariant=True)
@@ -334,7 +334,7 @@ def experts_of(names: str = "gate_up_proj down_proj", scale: str = "{}_scale_inv
 @pytest.mark.parametrize("how", [{}, {"names": "w13_weight w2_weight", "scale": "{}_scale"}], ids=str)
 def test_precompile_model_finds_experts(monkeypatch, how):
     asked = []
-    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers: None)
+    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers, progress: None)
     precompile = nn.api.precompile
     monkeypatch.setattr(nn.api, "precompile", lambda given, **options: asked.append((given, options)) or made)
     made = precompile([])
