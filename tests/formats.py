@@ -1,7 +1,9 @@
 """Weights of every format that `to_blocks` takes, drawn at random, and what they stand for; of tests and the fuzzer."""
 
 import torch
+import torch.nn.functional as F
 
+import deep_tile
 from deep_tile.formats import E8M0, FORMATS
 from deep_tile.quantize import FP8_DTYPE
 
@@ -13,6 +15,17 @@ BY_POWERS = ["fp8_32x32", "mxfp8", "mxfp4"]
 
 NAMES_OF_PACKED = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "int4": "int4_128"}
 """By the names of kinds of products."""
+
+
+def fp8_product(name, a, a_scale, b, b_scale, **options):
+    """With an FP8 weight, by the scales that it has. Of one K block scales of 1x128 would be taken for those of rows,
+    which are applied in another order: a K block of zeros tells them apart."""
+    if not name.startswith("int4"):
+        return deep_tile.fp8_gemm(a, a_scale, b, b_scale, batch_invariant=True, **options)
+    if a.shape[1] <= 128:
+        a, b = (F.pad(x.view(torch.uint8), (0, 256 - x.shape[1])).view(FP8_DTYPE) for x in (a, b))
+        a_scale, b_scale = (F.pad(scale, (0, 1), value=1.0) for scale in (a_scale, b_scale))
+    return deep_tile.scaled_gemm(a, a_scale, b, b_scale, batch_invariant=True, **options)
 
 
 def spread(x: torch.Tensor, block: tuple[int, int], shape: tuple[int, int], firsts=(0, 0)) -> torch.Tensor:

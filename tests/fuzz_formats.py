@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from campaign import Ledger, Report, Watch, fuzz, parser
-from formats import draw, spread
+from formats import draw, fp8_product, spread
 
 import deep_tile
 from deep_tile import blocks, packed
@@ -119,8 +119,6 @@ def check_packed(random: Random, device: str) -> tuple[str, dict[str, Any]]:
     wide = torch.empty(*shape[:-1], -(-k // 16) * 16, dtype=FP8_DTYPE, device=device)[..., :k].copy_(wide)
     a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(m, k, device=device))
     dtype = random.choice((torch.bfloat16, torch.bfloat16, torch.float32))
-    product = deep_tile.scaled_gemm if name == "int4_128" else deep_tile.fp8_gemm
-    options = {"out_dtype": dtype, "batch_invariant": True}
     if groups:
         ends = torch.randint(0, m + 1, (groups,)).sort().values.int()
         own, whole = (torch.full((m, n), math.nan, dtype=dtype, device=device) for _ in range(2))
@@ -128,10 +126,11 @@ def check_packed(random: Random, device: str) -> tuple[str, dict[str, Any]]:
         begins = [0, *ends.tolist()]
         for group, (begin, end) in enumerate(zip(begins[:-1], begins[1:], strict=True)):
             rows = slice(begin, end)
-            whole[rows] = product(a[rows], a_scale[rows], wide[group], b.scale[group], **options)
+            one = a[rows], a_scale[rows], wide[group], b.scale[group]
+            whole[rows] = fp8_product(name, *one, out_dtype=dtype)
     else:
-        own = deep_tile.packed_gemm(a, a_scale, *b, **options)
-        whole = product(a, a_scale, wide, b.scale, **options)
+        own = deep_tile.packed_gemm(a, a_scale, *b, out_dtype=dtype, batch_invariant=True)
+        whole = fp8_product(name, a, a_scale, wide, b.scale, out_dtype=dtype)
     size = torch.int16 if dtype == torch.bfloat16 else torch.int32
     return f"packed {name} {shape} x {m} {dtype}", {
         "codes": (back.weight != weight).sum(),

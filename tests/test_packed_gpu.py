@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from formats import NAMES_OF_PACKED, draw
+from formats import NAMES_OF_PACKED, draw, fp8_product
 
 import deep_tile
 from deep_tile import dense, grouped, nn, packed, unpack
@@ -24,12 +24,6 @@ def weights(name, shape):
     weight, scale, arguments, _ = draw(NAMES_OF_PACKED[name], shape, "cuda", spread_of_scales=12)
     b = deep_tile.pack_weight(weight, scale, **arguments)
     return b, (packed.as_fp8(*b, k=shape[-1]).contiguous(), b.scale)
-
-
-def fp8_product(name, a, a_scale, b, b_scale, **options):
-    """Of an FP8 weight, by the scales that it has."""
-    call = deep_tile.scaled_gemm if name == "int4" else deep_tile.fp8_gemm
-    return call(a, a_scale, b, b_scale, batch_invariant=True, **options)
 
 
 def poisoned(*shape):
