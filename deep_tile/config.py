@@ -791,8 +791,10 @@ def as_int(number: object) -> int | None:
     """`number` as an int, if it is one and no bool; NumPy's are ints, too."""
     if type(number) is int:  # asked first: under torch.compile, operator.index ties the graph to the number
         return number
+    if number is None or isinstance(number, bool):
+        return None
     try:
-        return None if isinstance(number, bool) else operator.index(number)
+        return operator.index(number)
     except TypeError:
         return None
 

@@ -230,7 +230,8 @@ class SwigluCast(transposed.AlongTokens):
 
 def _scale_columns(columns: int, shares: bool) -> int:
     """FP8 columns whose row scales, with the shares' sums, have this count."""
-    return SCALE_BLOCK * (ceil_div(2 * columns, SCALE_BLOCK) + shares * ceil_div(columns, SCALE_BLOCK))
+    of_shares = ceil_div(columns, SCALE_BLOCK) if shares else 0
+    return SCALE_BLOCK * (ceil_div(2 * columns, SCALE_BLOCK) + of_shares)
 
 
 def _parts(made: Made, blocks: bool, shares: bool) -> SwigluGradient:

@@ -572,6 +572,11 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].contiguous()
 
 
+def at_least_one(number: int) -> int:
+    """The larger of a number or symbol and one: torch 2.11's compiler traces torch.sym_max of symbols alone."""
+    return max(number, 1) if type(number) is int else torch.sym_max(number, 1)
+
+
 class _Strided(NamedTuple):
     """A tensor's shape and strides."""
 
@@ -581,10 +586,10 @@ class _Strided(NamedTuple):
     @staticmethod
     def of(shape: tuple[int, ...], row: int, column: int) -> "_Strided":
         """Strides of flattened rows that are `row` elements apart."""
-        strides, step = (torch.sym_max(column, 1),), torch.sym_max(row, 1)
+        strides, step = (at_least_one(column),), at_least_one(row)
         for size in shape[-2::-1]:
             strides = step, *strides
-            step *= torch.sym_max(size, 1)
+            step *= at_least_one(size)
         return _Strided(tuple(shape), strides)
 
 

@@ -48,7 +48,9 @@ for recipe in (Recipe(), Recipe(wgrad="fp8_1x128", round_scale="pow2", amax_floo
 """
 
 
-@pytest.mark.parametrize(("table", "which"), [(params.GEMM, (2, 4, 5)), (params.CAST_BOTH, (0, 1, 3))], ids=str)
+@pytest.mark.parametrize(
+    ("table", "which"), [(params.GEMM, (2, 4, 5)), (params.CAST_BOTH, (0, 1, 3))], ids=["GEMM", "CAST_BOTH"]
+)
 def test_kernels_get_the_numbers_that_calls_give_them(run, table, which):
     """In the same order: casts of x and the weight, the product, a cast of dy, and two products."""
     _, launched = run(STEPS, table)
