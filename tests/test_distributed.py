@@ -400,7 +400,7 @@ def experts(mesh, dim: int) -> torch.nn.Module:
 def test_kernels_are_made_for_what_a_rank_multiplies(mesh, monkeypatch, make, wanted):
     asked, made = [], nn.api.Precompiled((), 0)
     monkeypatch.setattr(nn.api, "precompile", lambda given, **_: asked.extend(given) or made)
-    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers: None)
+    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers, **_: None)
     precompile_model(make(mesh), 64)
     assert set(asked) == {(*shape, 64) for shape in wanted}
 

@@ -6,7 +6,7 @@ Called by deep_gemm.py beside it. Launches nothing except the copy of an accumul
 import torch
 
 from deep_tile import quantize, tensors
-from deep_tile.config import SCALE_BLOCK, as_int
+from deep_tile.config import SCALE_BLOCK, as_int, ceil_div
 from deep_tile.ops import is_traced
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -133,3 +133,16 @@ def require_dimensions(**given: tuple[object, int]) -> None:
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor of {dimensions} dimensions")
         if x.dim() != dimensions:
             raise ValueError(f"{name} is {list(x.shape)}; it must have {dimensions} dimensions")
+
+
+def check_cast_result(values: torch.Tensor, scale: torch.Tensor) -> None:
+    """Check the pair that a product by heads is cast to."""
+    require_dimensions(d=(values, 3), **{"d's scale": (scale, 3)})
+    wanted = (*values.shape[:2], ceil_div(values.shape[2], SCALE_BLOCK))
+    for name, x, dtype, shape in (
+        ("d", values, torch.float8_e4m3fn, values.shape),
+        ("d's scale", scale, torch.float32, wanted),
+    ):
+        if x.dtype != dtype or tuple(x.shape) != tuple(shape) or not x.is_contiguous() or x.device != values.device:
+            seen = f"{list(x.shape)} of {x.dtype} with strides {x.stride()} on {x.device}"
+            raise ValueError(f"{name} is {seen}; it must be {list(shape)} of {dtype}, dense, on {values.device}")

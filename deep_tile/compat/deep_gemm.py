@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
-from itertools import accumulate
 from types import ModuleType
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from deep_tile import api, dense, grouped, quantize, sums, thin, wgrad
 from deep_tile.compat import arguments, indexer, original
 from deep_tile.compat.arguments import Pair
-from deep_tile.compat.layouts import group_ends
+from deep_tile.compat.layouts import ends_of, group_ends
 from deep_tile.compat.refused import REFUSED
 from deep_tile.compat.scales import align as align
 from deep_tile.compat.scales import count_bytes as count_bytes
@@ -325,7 +324,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     adds = arguments.begin_sum(d, c)
     if len(products) > 1 and _leaves_sms_idle(m, n) and not _is_watched_or_captured(d):
         rows = _side_by_side(a, m, ks_cpu), a_scale, _side_by_side(b, n, ks_cpu), b_scale
-        wgrad.fp8_grouped_wgrad(*rows, _ends(ks_cpu, d.device), d, accumulate=adds, **_settings)
+        wgrad.fp8_grouped_wgrad(*rows, ends_of(ks_cpu, d.device), d, accumulate=adds, **_settings)
         return
     if not adds:
         d.zero_()
@@ -356,12 +355,6 @@ def _side_by_side(x: torch.Tensor, rows: int, lengths: list[int]) -> torch.Tenso
     """Every group's [rows, k_g] concatenated to [rows, sum k_g]."""
     parts = x.flatten().view(torch.uint8).split([rows * k for k in lengths])
     return torch.cat([part.view(rows, k) for part, k in zip(parts, lengths, strict=True)], 1).view(x.dtype)
-
-
-def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
-    """Group ends on the device; the host does not wait."""
-    ends = torch.tensor([*accumulate(lengths)], dtype=torch.int32)
-    return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends
 
 
 def fp8_einsum(
@@ -401,7 +394,7 @@ def fp8_einsum(
     a, a_scale, b, b_scale = arguments.operands(a, b)
     pair = d if isinstance(d, (tuple, list)) else None
     if pair is not None:
-        _check_cast_result(*arguments.checked_pair("d", pair))
+        arguments.check_cast_result(*arguments.checked_pair("d", pair))
         d = pair[0].new_empty(pair[0].shape, dtype=torch.bfloat16)
     arguments.refuse_sum(c)
     arguments.check_recipes(recipe)
@@ -419,19 +412,6 @@ def fp8_einsum(
     if pair is not None:
         rounding = {"exact": "reciprocal", "amax_floor": quantize.DEEP_GEMM_AMAX_FLOOR}
         quantize.per_token_cast_to_fp8(d, out=pair[0], scale_out=pair[1], **rounding)
-
-
-def _check_cast_result(values: torch.Tensor, scale: torch.Tensor) -> None:
-    """Check the pair that a product by heads is cast to."""
-    arguments.require_dimensions(d=(values, 3), **{"d's scale": (scale, 3)})
-    wanted = (*values.shape[:2], ceil_div(values.shape[2], SCALE_BLOCK))
-    for name, x, dtype, shape in (
-        ("d", values, torch.float8_e4m3fn, values.shape),
-        ("d's scale", scale, torch.float32, wanted),
-    ):
-        if x.dtype != dtype or tuple(x.shape) != tuple(shape) or not x.is_contiguous() or x.device != values.device:
-            seen = f"{list(x.shape)} of {x.dtype} with strides {x.stride()} on {x.device}"
-            raise ValueError(f"{name} is {seen}; it must be {list(shape)} of {dtype}, dense, on {values.device}")
 
 
 # BF16.

@@ -3,6 +3,8 @@
 Called by deep_gemm.py, deep_ep.py and engine integrations. Nothing waits for the device.
 """
 
+from itertools import accumulate
+
 import torch
 
 from deep_tile.ops import is_traced
@@ -44,3 +46,9 @@ def _check_order(m_indices: torch.Tensor, groups: int, alignment: int) -> None:
             f"grouped_layout is wrong at {where}: groups must stand in the order of b, each in one piece that begins "
             f"at a multiple of {alignment}. Sort the rows by group"
         )
+
+
+def ends_of(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """Group ends on the device; the host does not wait."""
+    ends = torch.tensor([*accumulate(lengths)], dtype=torch.int32)
+    return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends
