@@ -143,7 +143,7 @@ def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 class BothOptions(NamedTuple):
-    """The keywords of a call; described at `cast_both`."""
+    """The keywords of a call; described at `cast_both` and `swiglu_gradient_cast_both`."""
 
     amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
     round_scale: str = "none"

@@ -542,9 +542,10 @@ def scaled_gemm(
     cores accumulate all k: INT8 exactly in INT32 for k up to 131071, then converted to FP32 and scaled; FP8 with about
     14 bits, as torch does with `use_fast_accum=True`. Without `fast_accum`, FP8 sums over 128 k are promoted to FP32.
 
-    With 1x128 scales for both FP8 operands, `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n, k
-    // 128]`: sums over 128 k are scaled and added in FP32, as by `fp8_gemm`. With 1x128 scales for a and 128x128 for b
-    // it is `fp8_gemm` or `int8_gemm`, with either FP8 format. Otherwise as for these.
+    With 1x128 scales for both FP8 operands,
+    `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n, k // 128]`: sums over 128 k are scaled and
+    added in FP32, as by `fp8_gemm`. With 1x128 scales for `a` and 128x128 for `b` it is `fp8_gemm` or `int8_gemm`, with
+    either FP8 format. Otherwise as for these.
 
     Args:
         a: [m, k] float8_e4m3fn, float8_e5m2 or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte

@@ -41,20 +41,6 @@ class SwigluGradient(NamedTuple):
     share: torch.Tensor | None
 
 
-class GatedOptions(NamedTuple):
-    """The keywords of a call; described at `swiglu_gradient_cast_both`."""
-
-    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
-    round_scale: str = "none"
-    exact: str = "divide"
-    alignment: int = SCALE_BLOCK
-    blocks: bool = False
-
-    @property
-    def cast(self) -> dict:
-        return {"amax_floor": self.amax_floor, "round_scale": self.round_scale, "exact": self.exact}
-
-
 class Made(NamedTuple):
     """A kernel's outputs and an op's results.
 
@@ -119,7 +105,7 @@ def swiglu_gradient_cast_both(
 class SwigluCast(transposed.AlongTokens):
     """Of dh, gate_up, what `Made` names, gate_up_scale, share and offs."""
 
-    Options = GatedOptions
+    Options = both.BothOptions
 
     def allocated(self, given: Given, options: tuple) -> Given:
         dh, gate_up, *_, gate_up_scale, share, offs = given
@@ -133,7 +119,7 @@ class SwigluCast(transposed.AlongTokens):
         )
         return dh, gate_up, *made, gate_up_scale, share, offs
 
-    def check_arguments(self, given: Given, options: GatedOptions) -> None:
+    def check_arguments(self, given: Given, options: both.BothOptions) -> None:
         self.check_dtypes(given)
         super().check_arguments(given, options)
 
@@ -157,7 +143,7 @@ class SwigluCast(transposed.AlongTokens):
             if x.device != given[0].device:
                 raise ValueError(f"{name} is on {x.device} but dh is on {given[0].device}; move it there")
 
-    def check(self, given: Given, options: GatedOptions) -> None:
+    def check(self, given: Given, options: both.BothOptions) -> None:
         self.check_dtypes(given)
         both.check_blocks(options, given[-1])
         self.check_source(given)
@@ -172,7 +158,7 @@ class SwigluCast(transposed.AlongTokens):
             if wanted is not None and not (x.dim() == len(wanted) and ops.holds(tuple(x.shape) == wanted)):
                 raise ValueError(f"{name} has shape {list(x.shape)}; for dh of {[rows, columns]} it must be {wanted}")
 
-    def check_memory(self, given: Given, options: GatedOptions) -> GatedOptions:
+    def check_memory(self, given: Given, options: both.BothOptions) -> both.BothOptions:
         sources.check_memory({name: x for name, x in self.lists_of(given).items() if name in ("share", "offs")})
         return options
 
@@ -183,7 +169,7 @@ class SwigluCast(transposed.AlongTokens):
     def needs_kernel(self, given: Given) -> bool:
         return super().needs_kernel(given) and given[0].shape[1] % SCALE_BLOCK == 0
 
-    def prepare(self, given: Given, options: GatedOptions) -> launches.Prepared:
+    def prepare(self, given: Given, options: both.BothOptions) -> launches.Prepared:
         dh, gate_up, *_ = given
         lists = self.lists_of(given)
         source = "e4m3" if "gate_up_scale" in lists else "bf16"
@@ -191,7 +177,7 @@ class SwigluCast(transposed.AlongTokens):
         fields = ("dh", "x", "row_out", "row_scale", "out", "scale", *(_FIELDS[name] for name in lists))
         return quantize.launch_of(self, kernel, grid, given, self.numbers(given, options), fields)
 
-    def numbers(self, given: Given, options: GatedOptions) -> dict[str, float]:
+    def numbers(self, given: Given, options: both.BothOptions) -> dict[str, float]:
         dh, gate_up, a, a_scale, out, scale, gate_up_scale, _, offs = given
         rows, columns = dh.shape
         x_scale = (0, 0) if gate_up_scale is None else gate_up_scale.stride()
@@ -208,16 +194,16 @@ class SwigluCast(transposed.AlongTokens):
             **dict(zip(("x_scale_stride_row", "x_scale_stride_column"), x_scale, strict=True)),
         }
 
-    def define(self, given: Given, options: GatedOptions) -> None:
+    def define(self, given: Given, options: both.BothOptions) -> None:
         """By torch, and the casts that are joined."""
         dh, gate_up, *made, gate_up_scale, share, offs = given
         gradient, hidden, of_share = _values(dh, gate_up, gate_up_scale, share)
         lists = {} if offs is None else {"offs": offs, "alignment": options.alignment}
-        casts = both.cast_both(gradient, **lists, **options.cast)
+        casts = both.cast_both(gradient, **lists, **quantize.keywords_of(options))
         if options.blocks:
-            along = quantize.per_block_cast_to_fp8(hidden.t(), **options.cast)
+            along = quantize.per_block_cast_to_fp8(hidden.t(), **quantize.keywords_of(options))
         else:
-            along = transposed.transposed_cast_to_fp8(hidden, **lists, **options.cast)
+            along = transposed.transposed_cast_to_fp8(hidden, **lists, **quantize.keywords_of(options))
         parts = _parts(Made(*made), options.blocks, share is not None)
         for target, source in zip(parts, (*casts, *along), strict=False):
             is_code = target.dtype == quantize.FP8_DTYPE

@@ -199,10 +199,6 @@ def _gradient_by_codes(rows: torch.Tensor, b: torch.Tensor, b_scale: torch.Tenso
     return dense.fp8_gemm(a, a_scale, both.transpose_fp8(b), tensors.as_float32(b_scale).t(), out_dtype=rows.dtype)
 
 
-def _cast_options(options: Options) -> dict:
-    return {"amax_floor": options.amax_floor, "round_scale": options.round_scale, "exact": options.exact}
-
-
 def _product_options(options: Options) -> dict:
     return {"num_sms": options.num_sms, "batch_invariant": options.batch_invariant, "pdl": options.pdl}
 
@@ -221,7 +217,7 @@ class Linear(Operation):
         x, b, b_scale, bias, out, _ = given
         if b_scale is None:
             _check_wide_weight(b)
-            b, b_scale = quantize_weight(b, **_cast_options(Options(*options)))
+            b, b_scale = quantize_weight(b, **quantize.keywords_of(Options(*options)))
         if out is None:
             out = tensors.new_empty(x, *_product_layout(x.shape, b.shape[0]), options[0] or x.dtype)
         return x, b, b_scale, bias, out, _kept_workspace(x)
@@ -273,7 +269,7 @@ class Linear(Operation):
     def define(self, given: Given, options: Options) -> None:
         """The layer as two calls, cast and GEMM."""
         x, b, b_scale, bias, out, _ = given
-        a, a_scale = quantize.per_token_cast_to_fp8(_rows(x), **_cast_options(options))
+        a, a_scale = quantize.per_token_cast_to_fp8(_rows(x), **quantize.keywords_of(options))
         dense.fp8_gemm(a, a_scale, b, b_scale, _rows_of_out(out), bias=bias, **_product_options(options))
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared:

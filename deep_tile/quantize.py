@@ -80,6 +80,11 @@ def values_of(options: NamedTuple, block_rows: int = 1) -> Options:
     return Options(block_rows, options.amax_floor, options.round_scale, options.exact)
 
 
+def keywords_of(options: NamedTuple) -> dict:
+    """The same options as keywords for a cast."""
+    return {"amax_floor": options.amax_floor, "round_scale": options.round_scale, "exact": options.exact}
+
+
 def per_token_cast_to_fp8(
     x: torch.Tensor,
     *,

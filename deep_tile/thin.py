@@ -64,8 +64,7 @@ def thin_gemm(
         accumulate: add the result to `out`, which must be given and float32.
         batch_invariant: a row of `out` is the same, bit for bit, whatever m and num_sms are; slower.
         num_sms: streaming multiprocessors to use, at most and by default all.
-        pdl: programmatic dependent launch, as for `fp8_gemm`; None: unless
-            `num_sms` is given.
+        pdl: programmatic dependent launch, as for `fp8_gemm`; None: unless `num_sms` is given.
 
     Returns:
         `out`.
@@ -185,7 +184,8 @@ class ByParts(Operation):
                 tensors.new_empty(operands[0], shape, tensors.dense_strides(shape), dtype) if out is None else out
                 for out, shape in zip(outs, self.out_shapes(operands, named), strict=True)
             )
-        return *operands, *outs, *self.workspace(operands, outs, named), self.terms(operands, named)
+        choice = self.chosen(operands, named) if self.needs_kernel(operands) else None
+        return *operands, *outs, *self.workspace(outs, choice, named), self.terms(operands, choice, named)
 
     def fake(self, given: Given, options: Options) -> torch.Tensor | tuple[torch.Tensor, ...]:
         shapes, dtype = self.out_shapes(given[:2], options), _out_dtype(options)
@@ -212,17 +212,15 @@ class ByParts(Operation):
     def needs_kernel(self, given: Given) -> bool:
         return self.is_on_gpu(given[0]) and all(x.numel() for x in given[:2])
 
-    def workspace(self, operands: Given, outs: Given, options: Options) -> tuple[torch.Tensor | None, ...]:
+    def workspace(self, outs: Given, choice: parts.Choice | None, options: Options) -> tuple[torch.Tensor | None, ...]:
         """Memory for each result's K parts, written by one kernel and added by the next."""
-        count = 1
-        if options.num_splits is None and self.needs_kernel(operands):
-            count = self.chosen(operands, options).parts
+        count = 1 if choice is None or options.num_splits is not None else choice.parts
         return tuple(None if count == 1 else out.new_empty((count, *out.shape), dtype=torch.float32) for out in outs)
 
-    def terms(self, operands: Given, options: Options) -> torch.Tensor | None:
+    def terms(self, operands: Given, choice: parts.Choice | None, options: Options) -> torch.Tensor | None:
         """Memory for the terms of an FP32 b that the GEMM kernel does not split itself, [matrices * terms, n, k]."""
         b = operands[1]
-        if b.dtype != torch.float32 or not self.needs_kernel(operands) or self.chosen(operands, options).kernel.splits:
+        if b.dtype != torch.float32 or choice is None or choice.kernel.splits:
             return None
         matrices = b.shape[0] if b.dim() == 3 else 1
         shape = (matrices * options.terms, b.shape[-2], parts.split_width(b.shape[-1]))

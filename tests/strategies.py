@@ -228,6 +228,11 @@ class Limits(NamedTuple):
 
 USUAL = Limits()
 
+SMALL = Limits(m=24, n=150, k=300, out=1 << 12)
+SMALL_KINDS = Limits(m=100, n=160, k=400, out=1 << 14)
+NUM_SMS = 132
+"""For tests of fuzzers, on a CPU."""
+
 SPECIAL_LIMITS = Limits(m=300, n=400, k=1200, out=1 << 16)
 """Of problems with special values, whose expectation takes each K block apart."""
 

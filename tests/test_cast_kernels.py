@@ -579,7 +579,7 @@ def draw_gated(kernel, rows, columns, gates):
 
 def gated_by_kernel(launch, kernel, dh, gate_up, options, given):
     """What the kernel makes, and the definition, of poisoned tensors; nothing around them is written."""
-    options = gated.GatedOptions(**{"amax_floor": 0} | options, blocks=kernel.blocks)
+    options = both.BothOptions(**{"amax_floor": 0} | options, blocks=kernel.blocks)
     lists = [given.get(name) for name in gated.SWIGLU_GRADIENT.lists]
     both_of_them = []
     for by_kernel in (True, False):

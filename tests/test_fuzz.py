@@ -26,6 +26,9 @@ from conftest import missing_hopper
 from fuzz_casts import CASES, bits
 from fuzz_kinds import Values, selectable
 from strategies import (
+    NUM_SMS,
+    SMALL,
+    SMALL_KINDS,
     Call,
     Limits,
     Place,
@@ -51,10 +54,6 @@ from deep_tile import (
 from deep_tile.kinds import FAMILIES
 
 pytestmark = pytest.mark.about(*changes.OF_FUZZERS)
-
-SMALL = Limits(m=24, n=150, k=300, out=1 << 12)
-SMALL_KINDS = Limits(m=100, n=160, k=400, out=1 << 14)
-NUM_SMS = 132
 
 
 # Runs, of each fuzzer.

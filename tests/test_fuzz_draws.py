@@ -23,8 +23,10 @@ from helpers import GuardedOut, Operands
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import (
+    NUM_SMS,
+    SMALL,
+    SMALL_KINDS,
     Call,
-    Limits,
     config_named,
     draw_call,
     draw_config,
@@ -55,10 +57,6 @@ from deep_tile.select.defaults import default_configs
 from deep_tile.tensors import SCALE_DTYPES
 
 pytestmark = pytest.mark.about(*changes.OF_FUZZERS)
-
-SMALL = Limits(m=24, n=150, k=300, out=1 << 12)
-SMALL_KINDS = Limits(m=100, n=160, k=400, out=1 << 14)
-NUM_SMS = 132
 
 
 # Draws and plans of `fp8_gemm`.
