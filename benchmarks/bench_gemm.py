@@ -155,12 +155,25 @@ def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--plot", type=picture_path, metavar="FILE", help="draw TFLOPS against m for each layer, as PNG"
     )
-    parser.add_argument("--results", type=Path, metavar="FILE", help="show this results file instead of measuring")
-    parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help="compare two results files and stop")
+    text = "show this results file instead of measuring"
+    parser.add_argument("--results", type=results_file, metavar="FILE", help=text)
+    text = "compare two results files and stop"
+    parser.add_argument("--compare", nargs=2, type=results_file, metavar=("OLD", "NEW"), help=text)
     options = parser.parse_args(arguments)
     if options.repeats < 2:
         parser.error(f"--repeats is {options.repeats}; a median with a spread needs at least 2")
     return options
+
+
+def results_file(path: str) -> Run:
+    try:
+        run = store.load(path)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read: {error}") from None
+    rows = run.get("shapes") if isinstance(run, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "results" in row for row in rows):
+        raise argparse.ArgumentTypeError(f"{path!r} holds no results of this script, which --out writes")
+    return run
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -168,9 +181,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else WIDE)
     if options.compare:
-        print_comparison(*map(store.load, options.compare), console)
+        print_comparison(*options.compare, console)
         return 0
-    run = store.load(options.results) if options.results else measure(options, console)
+    run = options.results or measure(options, console)
     if options.out:
         store.save(options.out, run)
     print_run(run, console)

@@ -144,7 +144,7 @@ def to_blocks(
             written.
         RuntimeError: `out` or `scale_out` requires a gradient, in grad mode.
     """
-    weight, scale = _checked(weight, scale)
+    weight, scale = checked(weight, scale)
     firsts = _checked_first("first_row", first_row), _checked_first("first_column", first_column)
     limit = _checked_limit(max_error)
     source = formats.source_of(weight, scale, format, firsts, global_scale)
@@ -249,7 +249,8 @@ def _are_equal_but_for_powers(scales: torch.Tensor, dim: int) -> bool:
 # Inputs: formats and checks.
 
 
-def _checked(weight: object, scale: object) -> tuple[torch.Tensor, torch.Tensor]:
+def checked(weight: object, scale: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """A quantised weight and its scale, without gradients. Raises what `to_blocks` raises of one by itself."""
     tensors.require_tensors(weight=weight, scale=scale)
     weight, scale = weight.detach(), scale.detach()
     if weight.is_meta or scale.is_meta:

@@ -124,6 +124,9 @@ MOST_CHOICES = _SORT_BLOCKS * _MOST_PLACED_BY_WARP * SORT["int64"].threads // WA
 _FILLED_BY_BLOCK = 8192
 """Padding rows per block, if there are enough blocks."""
 
+_MOST_COUNTED = 2**32 - 2**24
+"""Blocks, tiles or groups of columns per launch, and columns: kernels count them in 32 bits, and step by the grid."""
+
 _loaded: dict[tuple[StreamingKernel, int], _launcher.Kernel] = {}
 _loading = jit.fork_safe_lock()
 
@@ -142,14 +145,24 @@ def choose(
     block_rows: int, source: str, rows: int, columns: int, num_sms: int, what: str = "plain"
 ) -> tuple[CastKernel, int]:
     """The kernel for a cast, and how many thread blocks to launch. The size matters to the number alone."""
+    _check_count(ceil_div(rows, block_rows) * ceil_div(columns, SCALE_BLOCK), rows, columns)
     walls = roofline(block_rows, source, rows, columns, replace(H200, num_sms=num_sms), what)
     kernel = CastKernel(block_rows, source, what, walls.warps * WARP, walls.threads_per_row, walls.blocks_per_sm)
     return kernel, walls.grid
 
 
+def _check_count(count: int, rows: int, columns: int) -> None:
+    if max(count, columns) > _MOST_COUNTED:
+        raise ValueError(
+            f"[{rows}, {columns}] is too large for one launch, which counts to {_MOST_COUNTED} in columns and in parts "
+            f"of rows, here {count}: call for some of the rows, or columns, at a time"
+        )
+
+
 def choose_combine(tokens: int, columns: int, num_sms: int) -> tuple[CombineKernel, int]:
     """The kernel that adds up experts' rows, and how many thread blocks to launch. Sizes matter to the number alone."""
     items = tokens * ceil_div(columns, COMBINE_COLUMNS)
+    _check_count(items, tokens, columns)
     return COMBINE, min(num_sms * COMBINE.blocks_per_sm, ceil_div(items, COMBINE.threads))
 
 
@@ -157,6 +170,7 @@ def choose_transposed(source: str, tokens: int, columns: int, num_sms: int) -> t
     """The kernel for a cast along tokens, and how many thread blocks to launch. Sizes matter to the number alone."""
     kernel = TRANSPOSED[source]
     tiles = ceil_div(tokens, SCALE_BLOCK) * ceil_div(columns, kernel.columns)
+    _check_count(tiles, tokens, columns)
     return kernel, min(num_sms * kernel.blocks_per_sm, tiles)
 
 
@@ -164,6 +178,7 @@ def choose_both(what: str, source: str, rows: int, columns: int, matrices: int, 
     """The kernel for a cast both ways, or that transposes codes, and how many thread blocks to launch."""
     kernel = BOTH[what, source]
     tiles = ceil_div(rows, SCALE_BLOCK) * ceil_div(columns, SCALE_BLOCK) * matrices
+    _check_count(tiles, rows, columns)
     return kernel, min(num_sms * kernel.blocks_per_sm, tiles)
 
 

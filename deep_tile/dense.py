@@ -89,7 +89,7 @@ class Product(Operation):
         """The kind for supported operand dtypes."""
         a, b = self.matrices(given)
         if b.dtype == torch.uint8:
-            return self.kinds[packed.name_of(b, a.shape[-1]), a.dtype, b.dtype]
+            return self.kinds[packed.name_of(b, packed.k_of(a)), a.dtype, b.dtype]
         known = [each for each, *dtypes in self.kinds if dtypes == [a.dtype, b.dtype]]
         found = self.scaling(given[: self.count], known) if len(known) > 1 else known[0]
         if found == "rows" and "promoted_rows" in known and not options.fast_accum:
@@ -163,7 +163,9 @@ class Dense(Product):
         """The scaling, by scale shapes. With one block in both k and n all scalings are equal."""
         a, a_scale, b, b_scale = operands
         of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
-        several = a.dim() == 2 and not 0 < a.shape[1] <= SCALE_BLOCK
+        k = sum(a.shape[1:2])
+        is_any = type(k) is torch.SymInt and "row_blocks" in known
+        several = a.dim() == 2 and (is_any or not 0 < k <= SCALE_BLOCK)
         if of_a and not of_b and _is_of_blocks(b, b_scale, SCALE_BLOCK) and (several or b.shape[0] > SCALE_BLOCK):
             return "blocks"
         if several and (of_a or of_b):
@@ -661,12 +663,12 @@ def fp8_wgrad(
 def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: Options, bias) -> torch.Tensor:
     """`gemm` with BF16 `a` and FP32 `b`."""
     refused = {"bias": bias, "activation": options.activation, "config": options.config}
-    for name, given in {**refused, "constant_weights": options.constant_weights or None}.items():
+    for name, given in {**refused, "constant_weights": None if options.constant_weights is False else True}.items():
         if given is not None:
             raise ValueError(f"{name} is given, and b is torch.float32: leave it out, or pass b.to(torch.bfloat16)")
     return thin.thin_gemm(
         *(a, b, out),
-        out_dtype=options.out_dtype or (a.dtype if out is None else None),
+        out_dtype=a.dtype if options.out_dtype is None and out is None else options.out_dtype,
         accumulate=options.accumulate,
         batch_invariant=options.batch_invariant,
         num_sms=options.num_sms,

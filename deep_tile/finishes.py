@@ -7,6 +7,7 @@ Called by dense.py, options.py and linear.py, and by users who lay out weights f
 from collections.abc import Iterable
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from deep_tile import ops, tensors
 from deep_tile.kinds import ACTIVATIONS, GATE_COLUMNS, OUTPUTS, RAW, RESULTS, Element, Kind
@@ -61,8 +62,13 @@ def interleave_gate_up(x: torch.Tensor) -> torch.Tensor:
         A contiguous tensor like `x`.
 
     Raises:
-        ValueError: x's row count is not a multiple of 16.
+        TypeError: x is no tensor, or not a dense one.
+        ValueError: x's row count is not a multiple of 16, or it has no memory.
     """
+    if not isinstance(x, torch.Tensor):
+        raise tensors.no_tensor("x", x, "pass a weight, or what goes with its rows")
+    if not is_dynamo_compiling():  # dynamo knows its tensors and would have to trace the check
+        tensors.require_dense(x=x)
     if x.dim() < 1 or x.shape[0] % _PAIRS:
         raise ValueError(
             f"x is {list(x.shape)}; it must have a multiple of {_PAIRS} rows, gates and then as many others. Pad both "

@@ -104,7 +104,7 @@ def source_of(
     Raises:
         TypeError, ValueError: as `blocks.to_blocks`, for formats.
     """
-    if name is not None and name not in FORMATS:
+    if name is not None and (not isinstance(name, str) or name not in FORMATS):
         raise ValueError(f"format is {name!r}; use one of {', '.join(map(repr, FORMATS))}, or None to infer it")
     matrix = _matrix(weight, scale)
     if name is None:
@@ -257,7 +257,7 @@ def _check_finite(source: Source) -> None:
 
 def remedy(weight: torch.Tensor, scale: torch.Tensor) -> str:
     """The remedy for a weight without 128x128 blocks; empty if its format is unknown too."""
-    if weight.dtype != FP8_DTYPE and weight.dtype not in PACKED_DTYPES:
+    if weight.dim() < 2 or (weight.dtype != FP8_DTYPE and weight.dtype not in PACKED_DTYPES):
         return ""
     try:
         name = inferred(_matrix(weight, scale), scale, (0, 0))

@@ -74,7 +74,7 @@ class Grouped(Product):
         self.check_dtypes(given)
         checks.check_device("a", a, self.name)
         if b.dtype == torch.uint8:
-            packed.name_of(b, a.shape[-1])
+            packed.name_of(b, packed.k_of(a))
             b = packed.shaped(a, b)
         if a.dim() not in (2, 3) or b.dim() != 3 or not ops.holds(a.shape[-1] == b.shape[2]):
             raise ValueError(

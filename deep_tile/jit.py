@@ -640,9 +640,10 @@ class _KernelCache:
         if self.directory is None:
             return [len(cubin) for cubin in self._memory.values()]
         sizes = []
-        for path in self.directory.glob(f"{_ENTRIES}/*/*"):
-            with contextlib.suppress(FileNotFoundError):  # another process may remove it meanwhile
-                sizes.append(path.stat().st_size)
+        with contextlib.suppress(PermissionError):  # of a directory in which this process finds no kernels
+            for path in self.directory.glob(f"{_ENTRIES}/*/*"):
+                with contextlib.suppress(FileNotFoundError):  # another process may remove it meanwhile
+                    sizes.append(path.stat().st_size)
         return sizes
 
     def clear(self) -> None:

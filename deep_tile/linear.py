@@ -180,13 +180,13 @@ class _Differentiable(torch.autograd.Function):
 
 def _gradients(grad, x, b, b_scale, dtypes, needed) -> tuple:
     """Gradients for x, b, b_scale and bias; None if not `needed`. `dtypes` are x's and bias's."""
-    rows = grad.reshape(-1, grad.shape[-1])
+    rows = quantize.as_matrix(grad)
     of_x = of_b = of_bias = None
     if needed[0]:
         of_x = rows @ b.to(grad.dtype) if b_scale is None else _gradient_by_codes(rows, b, b_scale)
         of_x = of_x.to(dtypes[0]).reshape(*grad.shape[:-1], b.shape[1])
     if needed[1]:
-        of_b = (rows.t() @ x.reshape(-1, b.shape[1]).to(grad.dtype)).to(b.dtype)
+        of_b = (rows.t() @ quantize.as_matrix(x).to(grad.dtype)).to(b.dtype)
     if needed[3]:
         of_bias = rows.sum(0, dtype=torch.float32).to(dtypes[1])
     return of_x, of_b, None, of_bias
@@ -431,8 +431,8 @@ def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dic
     _check_fit(a, b, bias, out, dtype)
     if torch.is_grad_enabled() and out is not None:
         _refuse_gradient(b, b_scale, out if _wants_gradient(a, b, b_scale, bias, out) else None)
-    rows, is_short = a.reshape(-1, a.shape[-1]), a_scale.dim() < 2 and a_scale.dim() < a.dim()
-    scales = a_scale if is_short else a_scale.reshape(-1, a_scale.shape[-1])
+    rows, is_short = quantize.as_matrix(a), a_scale.dim() < 2 and a_scale.dim() < a.dim()
+    scales = a_scale if is_short else quantize.as_matrix(a_scale)
     added_later = bias is not None and bias.requires_grad and torch.is_grad_enabled()  # by torch, for its gradient
     into, adds = None if out is None else _rows_of_out(out), None if added_later else bias
     try:

@@ -13,7 +13,7 @@ import torch
 
 from deep_tile import cast, checks, launches, logits_launch, ops, tensors
 from deep_tile.codegen import LOGITS_TILE
-from deep_tile.config import as_int, check_sizes, round_up
+from deep_tile.config import check_sizes, round_up
 from deep_tile.logits_launch import HEAD_DIMS, HEADS, MOST_BATCH_QUERIES, SCALE_BYTES, Keys, LogitsLayout
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
@@ -193,7 +193,7 @@ class Logits(Operation):
             raise ValueError(f"out_dtype is {options.out_dtype}; pass {' or '.join(map(str, _OUTPUTS))}, or nothing")
         columns = options.columns
         if columns is not None and not isinstance(columns, torch.SymInt):
-            if as_int(columns) is None:
+            if type(columns) is not int:
                 raise TypeError(f"columns is {columns!r}; pass how many columns out has, an int")
             if columns < 1:
                 raise ValueError(f"columns is {columns}; pass a positive number, or None")

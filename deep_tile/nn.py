@@ -78,6 +78,8 @@ class Linear(torch.nn.Module):
         Raises:
             TypeError, ValueError: as `quantize_weight`.
         """
+        if not isinstance(getattr(linear, "weight", None), torch.Tensor):
+            raise TypeError(f"linear is {linear!r}, a {type(linear).__name__}; pass a torch.nn.Linear")
         wanted = {name: options[name] for name in ("amax_floor", "round_scale", "exact") if name in options}
         b, b_scale = quantize_weight(linear.weight.detach(), **wanted)
         layer = cls.from_fp8(b, b_scale, linear.bias, **options)
@@ -115,6 +117,7 @@ class Linear(torch.nn.Module):
         elif global_scale is not None:
             raise ValueError("global_scale is given without a format: pass format='nvfp4'")
         _check_weight(weight, weight_scale_inv)
+        _check_bias(bias, weight.shape[0])
         layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta", **options)
         layer.weight = _frozen(tensors.with_aligned_rows(weight.detach()))
         layer.weight_scale_inv = _frozen(tensors.as_float32(weight_scale_inv.detach()))
@@ -281,7 +284,22 @@ def _refuse_foreign(x: object, weight: object) -> None:
         )
 
 
+def _check_bias(bias: object, n: int) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor) or bias.dtype not in quantize.SOURCE_DTYPES:
+        seen = f"a tensor of {bias.dtype}" if isinstance(bias, torch.Tensor) else f"a {type(bias).__name__}"
+        raise TypeError(f"bias is {seen}; pass a tensor of bfloat16, float16 or float32, or None")
+    tensors.require_dense(bias=bias)
+    if tuple(bias.shape) != (n,):
+        raise ValueError(f"bias is {list(bias.shape)}; it must be [{n}], a number for each row of weight")
+
+
 def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
+    for name, x in (("weight", weight), ("weight_scale_inv", scale)):
+        if not isinstance(x, torch.Tensor):
+            raise tensors.no_tensor(name, x, "deep_tile.quantize_weight makes both")
+    tensors.require_dense(weight=weight, weight_scale_inv=scale)
     if weight.dtype != FP8_DTYPE:
         wide = "make the layer with Linear.from_float, which quantises"
         takers = dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_gemm")

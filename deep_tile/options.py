@@ -75,6 +75,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "amax_floor": _check_floor,
     "batch_invariant": _FLAG,
     "blocks": _FLAG,
+    "clean": _FLAG,
     "config": _check_config,
     "constant_weights": _FLAG,
     "exact": partial(_check_choice, DIVISIONS),

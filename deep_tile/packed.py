@@ -5,6 +5,7 @@ torch; runs on the weight's device. Invariant: packing moves bits and changes no
 (packed_b.cuh) as `as_fp8` defines.
 """
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -99,8 +100,8 @@ def pack_weight(
             MXFP4, not a power of two; a row would change by more than `max_error`; or INT4 scales differ within 128
             elements of a row.
     """
-    tensors.require_tensors(weight=weight, scale=scale)
-    source = formats.source_of(weight.detach(), scale.detach(), format, (0, 0), global_scale)
+    weight, scale = blocks.checked(weight, scale)
+    source = formats.source_of(weight, scale, format, (0, 0), global_scale)
     kind = PACKED.get(source.name.partition("_")[0])
     if kind is None:
         raise ValueError(
@@ -191,9 +192,21 @@ def name_of(weight: torch.Tensor, k: int) -> str:
     return kind.name
 
 
+def k_of(a: torch.Tensor) -> int:
+    """Elements per row of what a packed weight is multiplied with."""
+    if not a.dim():
+        raise ValueError("a must have shape [..., k]; got (). Pass a matrix")
+    return a.shape[-1]
+
+
 def shaped(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A meta tensor with the unpacked weight's shape, for the k of `a`."""
     return torch.empty(*weight.shape[:-1], a.shape[-1], dtype=FP8_DTYPE, device="meta")
+
+
+def shape_of_scale(kind: Kind, n: int, k: int) -> tuple[int, int]:
+    """Of a packed weight [n, k]."""
+    return (n, _k_blocks(k)) if kind.scaling == "row_blocks" else scale_shape((n, k), WEIGHT_BLOCK)
 
 
 def check_memory(name: str, weight: torch.Tensor) -> None:
@@ -301,7 +314,8 @@ def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Ten
     """Codes [..., n, k], one per byte, and scale bytes, if there are any, for whole K blocks."""
     *leading, n, row_bytes = weight.shape
     per_block = kind.packing.row_bytes - SCALE_BLOCK // 2
-    units = weight.reshape(-1, row_bytes // kind.packing.row_bytes, n // UNIT_ROWS, UNIT_ROWS * kind.packing.row_bytes)
+    k_blocks, unit_bytes = row_bytes // kind.packing.row_bytes, UNIT_ROWS * kind.packing.row_bytes
+    units = weight.reshape(prod(leading), k_blocks, n // UNIT_ROWS, unit_bytes)
     words, scales = units.split([UNIT_ROWS * SCALE_BLOCK // 2, UNIT_ROWS * per_block], -1)
     words = words.unflatten(-1, (SCALE_BLOCK // _COLUMN, UNIT_ROWS, _COLUMN // 8, 4)).permute(0, 2, 4, 1, 3, 5, 6)
     if kind.name == "int4":
@@ -318,10 +332,17 @@ def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Ten
 
 
 def _checked_packed(weight: torch.Tensor, scale: torch.Tensor, k: object) -> tuple[Kind, int]:
-    found = [kind for row_bytes, kind in BY_BYTES.items() if weight.shape[-1] == scale.shape[-1] * row_bytes]
-    if weight.dtype != torch.uint8 or weight.dim() < 2 or not found or weight.shape[-2] % UNIT_ROWS:
+    of_weight, of_scale = tuple(weight.shape), tuple(scale.shape)
+    found = [kind for row_bytes, kind in BY_BYTES.items() if of_weight[-1:] == (sum(of_scale[-1:]) * row_bytes,)]
+    fits = len(of_weight) > 1 and found and of_weight[-2] % UNIT_ROWS == 0
+    fits = fits and of_scale == (*of_weight[:-2], *shape_of_scale(found[0], of_weight[-2], of_scale[-1] * SCALE_BLOCK))
+    if not fits or (weight.dtype, scale.dtype) != (torch.uint8, torch.float32):
         raise ValueError(f"{formats.seen(weight, scale)}; pass what deep_tile.pack_weight made")
-    size = scale.shape[-1] * SCALE_BLOCK if k is None else as_int(k)
-    if size is None or _k_blocks(size) != scale.shape[-1]:
-        raise ValueError(f"k is {k!r}; rows have {scale.shape[-1]} K blocks of {SCALE_BLOCK}")
+    if weight.device != scale.device or weight.is_meta:
+        raise ValueError(
+            f"weight is on {weight.device} and scale on {scale.device}; pass both on one device with memory"
+        )
+    size = of_scale[-1] * SCALE_BLOCK if k is None else as_int(k)
+    if size is None or _k_blocks(size) != of_scale[-1]:
+        raise ValueError(f"k is {k!r}; rows have {of_scale[-1]} K blocks of {SCALE_BLOCK}")
     return found[0], size

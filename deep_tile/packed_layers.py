@@ -12,7 +12,6 @@ import torch
 from deep_tile import blocks, dense, experts, grouped, packed, quantize
 from deep_tile.config import SCALE_BLOCK, UNIT_ROWS, as_int, ceil_div
 from deep_tile.kinds import PACKED
-from deep_tile.quantize import WEIGHT_BLOCK, scale_shape
 
 
 class _Layer(torch.nn.Module):
@@ -101,7 +100,8 @@ class PackedLinear(_Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of x [..., in_features] in bfloat16, float16 or float32, [..., out_features] in its dtype."""
-        a, a_scale = quantize.per_token_cast_to_fp8(x.reshape(-1, x.shape[-1]))
+        _check_input(x, self.in_features)
+        a, a_scale = quantize.per_token_cast_to_fp8(quantize.as_matrix(x))
         options = {"bias": self.bias, "out_dtype": x.dtype} | self.options
         out = dense.packed_gemm(a, a_scale, self.weight, self.weight_scale, **options)
         return out.view(*x.shape[:-1], out.shape[-1])
@@ -202,6 +202,7 @@ class PackedExperts(_Layer):
         Returns:
             [t, hidden] in `x`'s dtype, summed up in FP32.
         """
+        _check_input(x, self.down.shape[1])
         rows, offs, index = experts.sort_by_expert(chosen, self.gate_up.shape[0])
         a, a_scale = quantize.per_token_cast_to_fp8(x, rows=rows, offs=offs)
         y = grouped.packed_grouped_gemm(a, a_scale, self.gate_up, self.gate_up_scale, offs)
@@ -248,7 +249,7 @@ def _zeros(shape: tuple[int, ...], format: str, device: torch.device | str | Non
     if n % UNIT_ROWS:
         raise ValueError(f"a weight has {n} rows; they are packed by {UNIT_ROWS}: add rows of zeros")
     kind, k_blocks = PACKED[format], ceil_div(k, SCALE_BLOCK)
-    of_scale = (n, k_blocks) if kind.scaling == "row_blocks" else scale_shape((n, k), WEIGHT_BLOCK)
+    of_scale = packed.shape_of_scale(kind, n, k)
     weight = torch.zeros(*leading, n, k_blocks * kind.packing.row_bytes, dtype=torch.uint8, device=device)
     return packed.Packed(weight, torch.zeros(*leading, *of_scale, device=device))
 
@@ -262,6 +263,14 @@ def _k_of(weight: torch.Tensor, scale: torch.Tensor) -> int:
 def _halves(x: torch.Tensor) -> torch.Tensor:
     """Of rows [g, 2 * n, ...] that alternate, those of the one, then those of the other."""
     return torch.cat([x[:, ::2], x[:, 1::2]], 1)
+
+
+def _check_input(x: object, features: int) -> None:
+    """Products know whole K blocks alone."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; pass a tensor [..., {features}]")
+    if x.shape[-1:] != (features,):
+        raise ValueError(f"x is {list(x.shape)}; this layer takes [..., {features}]")
 
 
 def _check_experts(layer: PackedExperts) -> None:

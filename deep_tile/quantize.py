@@ -233,9 +233,9 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     if scale.device != x.device:
         raise ValueError(f"scale is on {scale.device} but x is on {x.device}; move it with .to(x.device)")
     block = _find_block(x, scale, block)
-    rows = _as_matrix(x.float())
+    rows = as_matrix(x.float())
     blocks = _to_blocks(rows, block[0])
-    return _from_blocks(blocks * _as_matrix(tensors.as_float32(scale))[:, None, :, None], rows.shape).view(x.shape)
+    return _from_blocks(blocks * as_matrix(tensors.as_float32(scale))[:, None, :, None], rows.shape).view(x.shape)
 
 
 class Fake:
@@ -373,7 +373,7 @@ class Cast(Casting):
         return super().check_memory(given, options)
 
     def define(self, given: Given, options) -> None:
-        x, out, scale = map(_as_matrix, given[:3])
+        x, out, scale = map(as_matrix, given[:3])
         definition(x, self.values(options), out, scale, self.lists_of(given))
 
     def prepare(self, given: Given, options) -> launches.Prepared:
@@ -396,15 +396,6 @@ def check_options(options: Options) -> None:
         check_one(name, getattr(options, name))
 
 
-def check_rows(out: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raise unless a cast can write to `out`; `rows` is its view as a matrix."""
-    if rows.shape[1] > 1 and rows.stride(1) != 1:
-        raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
-    if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
-        columns = rows.shape[1]
-        raise ValueError(f"rows of out overlap: strides {out.stride()} for {columns} columns. Pass a dense out")
-
-
 def needs_kernel(x: torch.Tensor, out: torch.Tensor) -> bool:
     """Tensors without memory are left to torch, since no kernel can be launched with them."""
     return bool(x.numel() and out.numel()) and x.is_cuda and launches.is_hopper(x.get_device())
@@ -414,8 +405,17 @@ def check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tup
     _check_target_dtype(name, target, dtype)
     tensors.require_plain(**{name: target})
     _check_target_shape(name, target, shape, device)
-    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
-        raise ValueError(f"elements of {name} share memory: its strides are {target.stride()}. Pass one not expanded")
+    _check_apart(name, target)
+
+
+def _check_apart(name: str, target: torch.Tensor) -> None:
+    """Raise where elements share memory: where a step is no longer than what the shorter ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(target.stride(), target.shape, strict=True)):
+        if size > 1 and stride <= reach and target.numel():
+            seen = f"its shape is {list(target.shape)}, its strides are {target.stride()}"
+            raise ValueError(f"elements of {name} share memory: {seen}. Pass a contiguous one, not expanded")
+        reach += (size - 1) * stride
 
 
 def _check_target_dtype(name: str, target: torch.Tensor, dtype: torch.dtype) -> None:
@@ -543,7 +543,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ..
     return tuple(map(ceil_div, shape, block))
 
 
-def _as_matrix(x: torch.Tensor) -> torch.Tensor:
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """[..., k] -> [rows, k], a copy where it is no view."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
@@ -553,7 +553,7 @@ def _matrix_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(prod(x.shape[:-1]), x.shape[-1])
 
 
-def _view_as_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
+def _viewas_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
     """The same for a destination, which cannot be a copy."""
     try:
         return _matrix_of(target)
@@ -637,7 +637,7 @@ def empty_scale(x: torch.Tensor | Fake, shape: tuple[int, ...], layout: str) -> 
 
 
 def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
-    if block not in (None, TOKEN_BLOCK, WEIGHT_BLOCK):
+    if block is not None and (not isinstance(block, tuple) or block not in (TOKEN_BLOCK, WEIGHT_BLOCK)):
         raise ValueError(f"block is {block!r}; use {TOKEN_BLOCK}, {WEIGHT_BLOCK} or None")
     _require_dimensions("x", x, block or TOKEN_BLOCK)
     any_kind = (TOKEN_BLOCK, WEIGHT_BLOCK) if x.dim() == 2 else (TOKEN_BLOCK,)
@@ -683,12 +683,12 @@ def check_target_memory(out: torch.Tensor | None, scale: torch.Tensor | None) ->
     for name, target in (("out", out), ("scale_out", scale)):
         if target is None:
             continue
-        if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
-            strides = target.stride()
-            raise ValueError(f"elements of {name} share memory: its strides are {strides}. Pass one not expanded")
-        rows = _view_as_matrix(name, target)
-        if name == "out":
-            check_rows(out, rows)
+        _check_apart(name, target)
+        rows = _viewas_matrix(name, target)
+        if name == "out" and rows.shape[1] > 1 and rows.stride(1) != 1:
+            raise ValueError(
+                f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out"
+            )
 
 
 OP_OPTIONS = "amax_floor round_scale exact"

@@ -168,7 +168,7 @@ def _paths(name: str, separator: str = "\0") -> list[Path]:
 
 def _can_be_written(directory: Path) -> bool:
     """Whether this process may make files there, and the directory itself where it does not exist."""
-    there = next(path for path in (directory, *directory.parents) if path.exists())
+    there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # asks for no permission
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 

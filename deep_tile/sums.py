@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from deep_tile import dense, grouped, thin
+from deep_tile import dense, finishes, grouped, thin
+from deep_tile.operation import gradient_error
 from deep_tile.ops import is_traced
+from deep_tile.options import check_one
 from deep_tile.tensors import require_tensors
 
 EXPRESSIONS = ("bmk,bnk->mn", "bhr,hdr->bhd", "bhd,hdr->bhr", "bhd,bhr->hdr")
@@ -60,7 +62,7 @@ def einsum(
     """
     if expr not in EXPRESSIONS:
         raise ValueError(f"expr is {expr!r}; it must be one of {', '.join(EXPRESSIONS)}, spelled so")
-    _check(expr, a, b, out, accumulate)
+    _check(expr, a, b, out, out_dtype, accumulate)
     if expr == "bmk,bnk->mn":
         return thin.thin_gemm(a, b, out, out_dtype=out_dtype, accumulate=accumulate, num_sms=num_sms, pdl=pdl)
     is_gradient = expr == "bhd,bhr->hdr"
@@ -114,9 +116,14 @@ def _shape(expr: str, a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
     return tuple(sizes[letter] for letter in result)
 
 
-def _check(expr: str, a, b, out, accumulate: bool) -> None:
+def _check(expr: str, a, b, out, out_dtype: torch.dtype | None, accumulate: bool) -> None:
     """Checks that the GEMMs, which see one head, do not make."""
     require_tensors(a=a, b=b, **({} if out is None else {"out": out}))
+    check_one("accumulate", accumulate)
+    finishes.check_out_dtype(out_dtype)
+    finishes.check_out(out, out_dtype)
+    if out is not None and out.requires_grad and torch.is_grad_enabled():
+        raise gradient_error("out", "einsum has none")
     operands, result = expr.split("->")
     for name, letters, x in zip(("a", "b"), operands.split(","), (a, b), strict=True):
         if x.dtype != torch.bfloat16:

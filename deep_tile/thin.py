@@ -10,6 +10,7 @@ import os
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from deep_tile import cast, checks, finishes, launches, ops, params, parts, tensors
 from deep_tile.config import ceil_div, round_up
@@ -136,6 +137,8 @@ def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:
         seen = f"{list(b.shape)} of {b.dtype}" if isinstance(b, torch.Tensor) else type(b).__name__
         raise TypeError(f"b must be [n, k] of torch.float32; got {seen}. To fix: b.float()")
     _check_terms(terms)
+    if not is_dynamo_compiling():  # dynamo knows its tensors and would have to trace the check
+        tensors.require_dense(b=b)
     made = tensors.empty_rows((terms, *b.shape), torch.bfloat16, b.device)
     rest = b.detach()
     for term in made:
@@ -375,6 +378,9 @@ def _check_strides(name: str, x: torch.Tensor) -> None:
     matrix = x if x.dim() == 2 else x[0] if len(x) else x.flatten(0, 1)
     checks.check_operand_strides(**{name: matrix})
     checks.check_sizes(matrix, matrix)
+    if x.shape[-1] * x.element_size() > checks.MAX_SIZE:  # the kernel counts K in bytes
+        most = checks.MAX_SIZE // x.element_size()
+        raise ValueError(f"{name} has k = {x.shape[-1]}; of {x.dtype} at most {most}: split the product")
     if x.dim() == 3 and len(x) > 1:
         step = x.stride(0) * x.element_size()
         if step <= 0 or step % tensors.ALIGNMENT_BYTES:

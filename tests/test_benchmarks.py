@@ -274,6 +274,17 @@ def test_comparison_corrects_for_the_card():
     assert "0.800" in printed and "0.889" in printed
 
 
+@pytest.mark.parametrize("text", [None, "xx", "[]", "{}", '{"shapes": [1]}'])
+@pytest.mark.parametrize("option", [["--results"], ["--compare", "/dev/null"]], ids=str)
+def test_what_holds_no_results_is_refused(tmp_path, capsys, option, text):
+    path = tmp_path / "run.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit):
+        bench_gemm.main([*option, str(path)])
+    assert "cannot be read" in (said := capsys.readouterr().err) or "holds no results" in said
+
+
 def test_compare_mode_reads_files(tmp_path, capsys):
     store.save(tmp_path / "old.json", made_up_run())
     store.save(tmp_path / "new.json", made_up_run(scale=0.5))

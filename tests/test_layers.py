@@ -105,7 +105,7 @@ MAY_IMPORT = {
         "params",
     }
     | {"quantize", "tensors"},
-    "sums": {"dense", "grouped", "ops", "tensors", "thin"},
+    "sums": {"dense", "finishes", "grouped", "operation", "ops", "options", "tensors", "thin"},
     "replaceable": {"quantize", "tensors"},
     "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "launches"}
     | {"ops", "params", "problem", "quantize"}

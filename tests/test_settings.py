@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from test_jit import unprivileged
 
 from deep_tile import settings
 
@@ -87,6 +89,18 @@ def test_deep_gemm_s_cache_dir_is_taken_before_the_user_s(monkeypatch, deep_gemm
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.setenv("DG_JIT_CACHE_DIR", deep_gemm)
     assert settings.cache_dir() == wanted
+
+
+def test_a_closed_directory_of_a_list_is_passed_over(monkeypatch):
+    with tempfile.TemporaryDirectory() as base:
+        closed, mine = Path(base, "closed"), Path(base, "mine")
+        closed.mkdir()
+        mine.mkdir()
+        for path, mode in ((Path(base), 0o755), (mine, 0o777), (closed, 0)):
+            path.chmod(mode)
+        monkeypatch.setenv("DG_JIT_CACHE_DIR", f"{closed}/inner/more:{mine}")
+        with unprivileged():
+            assert settings.cache_dir() == mine / "deep_tile"
 
 
 def test_of_a_list_the_first_that_can_be_written_to_is_taken(monkeypatch, tmp_path):

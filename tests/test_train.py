@@ -457,6 +457,24 @@ def test_compiled_as_eager(recipe, dynamic):
     assert_all_equal(trained(compiled, x, weight, bias, dy, recipe=recipe), defined(x, weight, bias, dy, recipe))
 
 
+@pytest.mark.parametrize("tokens", [3, 128, 200])
+def test_a_small_layer_is_compiled_for_any_tokens(tokens):
+    """No scale says how many there are, where a weight has one block."""
+    x, weight, bias, dy = make_layer((tokens, 96), n=48)
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_all_equal(trained(compiled, x, weight, bias, dy), defined(x, weight, bias, dy))
+    with torch.no_grad():
+        batch = {"x": {0: torch.export.Dim("tokens")}, "weight": None, "bias": None}
+        exported = torch.export.export(_Linear(), (x, weight, bias), dynamic_shapes=batch).module()
+        other = torch.cat([x, x])
+        assert torch.equal(exported(other, weight, bias), linear(other, weight, bias))
+
+
+class _Linear(torch.nn.Module):
+    def forward(self, x, weight, bias):
+        return linear(x, weight, bias)
+
+
 def test_a_compiled_model_trains_as_eager():
     torch.manual_seed(0)
     model, x = small_model(torch.bfloat16), torch.randn(9, 72).bfloat16()

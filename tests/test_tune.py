@@ -257,6 +257,17 @@ def test_broken_file_is_one_warning_and_is_replaced(forgetful, text):
         assert plan.config_for(PROBLEM) == config
 
 
+@pytest.mark.parametrize("variable", ["DEEP_TILE_CACHE_DIR", "DEEP_TILE_TUNED"])
+def test_a_place_that_cannot_be_searched_is_one_warning(monkeypatch, tmp_path, variable):
+    """Such as the home of root, where a container runs as another user. Too long a name fails for root, too."""
+    monkeypatch.setenv(variable, str(tmp_path / ("x" * 300) / "cache"))
+    settings.cache_dir.cache_clear()
+    with pytest.warns(RuntimeWarning, match="ignores the tuned choices: .*Set DEEP_TILE_CACHE_DIR") as caught:
+        chosen = plan.config_for(PROBLEM)
+        plan.config_for(PROBLEM._replace(m=4096))
+    assert len(caught) == 1 and chosen != another_config()
+
+
 def test_without_a_directory_nothing_is_kept(monkeypatch):
     for name in ("DEEP_TILE_CACHE_DIR", "DG_JIT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)

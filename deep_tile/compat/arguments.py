@@ -12,7 +12,10 @@ from deep_tile.ops import is_traced
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def refuse_finish(alpha: float | None = None, epilogue: object = None) -> None:
+def check_result(d: object, alpha: float | None = None, epilogue: object = None, name: str = "d") -> None:
+    """Check what is written to, a tensor or a pair, and refuse what is done to it on other GPUs."""
+    if not isinstance(d, (torch.Tensor, tuple, list)):
+        raise TypeError(f"{name} is {_kind(d)}; it must be a tensor, which is written to: nothing is returned")
     if epilogue is not None:
         raise ValueError(f"epilogue is {epilogue!r}; on Hopper it must be None, in DeepGEMM too. Finish d afterwards")
     if alpha not in (None, 1):
@@ -24,6 +27,27 @@ def lengths(ks_cpu: object, ks: object) -> object:
     if ks is not None and ks_cpu is not None:
         raise ValueError("ks_cpu and ks are given, which are names of one argument; pass one of them")
     return ks_cpu if ks is None else ks
+
+
+def count(name: str, given: object) -> int:
+    number = as_int(given)
+    if number is None:
+        raise TypeError(f"{name} is {given!r}, of type {type(given).__name__}; pass an int")
+    return number
+
+
+def of_masked(masked_m: object, expected_m: object) -> dict[str, object]:
+    """Keywords of a product of groups for a masked layout."""
+    require_dimensions(masked_m=(masked_m, 1))
+    return {"counts": masked_m, "expected_rows": count("expected_m", expected_m)}
+
+
+def head_splits(given: object) -> list[int]:
+    """The three numbers of a head's columns."""
+    splits = [as_int(number) for number in given] if isinstance(given, (tuple, list)) else []
+    if len(splits) != 3 or None in splits or min(splits) < 0 or splits[0] + splits[2] == 0:
+        raise ValueError(f"head_splits is {given!r}; it must be columns before, in and behind the gap, three ints")
+    return splits
 
 
 def refuse_sum(c: object) -> None:

@@ -80,7 +80,7 @@ def fp8_gemm_nt(
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_gemm`; a pair that is none, another recipe, a `c`, or
             scales that are packed into integers.
     """
-    arguments.refuse_finish(alpha, epilogue)
+    arguments.check_result(d, alpha, epilogue)
     operands = arguments.operands(a, b)
     if arguments.is_by_rows(recipe, recipe_b):
         arguments.check_recipes(recipe, recipe_a, recipe_b, quantize.TOKEN_BLOCK)
@@ -160,7 +160,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
-    arguments.refuse_finish(epilogue=epilogue)
+    arguments.check_result(d, epilogue=epilogue)
     a, a_scale, b, b_scale = arguments.operands(a, b)
     arguments.check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
@@ -177,7 +177,7 @@ def _contiguous_groups(
     arguments.require_dimensions(a=(a, 2), b=(b, 3))
     if expected is None and not is_traced():  # on average half the alignment pads each group
         expected = max(1, a.shape[0] // max(1, b.shape[0]) - _alignment // 2)
-    expected = as_int(expected)
+    expected = None if expected is None else arguments.count("expected_m_for_psum_layout", expected)
     offs = grouped_layout
     if not use_psum_layout:
         offs = group_ends(grouped_layout, a.shape[0], b.shape[0], _alignment)
@@ -208,7 +208,7 @@ def fp8_gemm_nt_skip_head_mid(
         d: [m, heads * (left + gap + right)] bfloat16; gaps are left alone.
         a, b, recipe, compiled_dims, disable_ue8m0_cast: as there, with heads * (left + right) rows in `b`.
     """
-    left, gap, right = map(as_int, head_splits)
+    left, gap, right = arguments.head_splits(head_splits)
     b, _ = pair = arguments.checked_pair("b", b)
     arguments.require_dimensions(b=(b, 2), d=(d, 2))
     if b.shape[0] % (left + right) or d.shape[1] != b.shape[0] // (left + right) * (left + gap + right):
@@ -246,14 +246,13 @@ def m_grouped_fp8_gemm_nt_masked(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
-    arguments.refuse_finish(epilogue=epilogue)
+    arguments.check_result(d, epilogue=epilogue)
     operands = arguments.operands(a, b)
     arguments.check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
         _make_ready("fp8", operands[0], operands[2], d, "counts")
         return
-    options = {"counts": masked_m, "expected_rows": as_int(expected_m), **_settings}
-    grouped.fp8_grouped_gemm(*operands, out=d, **options)
+    grouped.fp8_grouped_gemm(*operands, out=d, **arguments.of_masked(masked_m, expected_m), **_settings)
 
 
 def k_grouped_fp8_gemm_nt_contiguous(
@@ -294,7 +293,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
     """
     ks_cpu = arguments.lengths(ks_cpu, ks)
-    arguments.refuse_finish(epilogue=epilogue)
+    arguments.check_result(d, epilogue=epilogue)
     if use_padded_sf_layout:
         raise ValueError("use_padded_sf_layout must be False on Hopper: pass scales of whole blocks, without padding")
     (a, a_scale), (b, b_scale) = arguments.checked_pair("a", a), arguments.checked_pair("b", b)
@@ -388,7 +387,7 @@ def fp8_einsum(
     """
     if expr != "bhr,hdr->bhd":
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
-    arguments.refuse_finish(epilogue=epilogue)
+    arguments.check_result(d, epilogue=epilogue)
     if use_128x4_sfd_layout:
         raise ValueError("use_128x4_sfd_layout is Blackwell's; on Hopper scales are dense: leave it out")
     a, a_scale, b, b_scale = arguments.operands(a, b)
@@ -437,6 +436,7 @@ def einsum(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.einsum`.
     """
+    arguments.check_result(d)
     if _compile_mode:
         if expr != "bmk,bnk->mn":
             raise ValueError(f"set_compile_mode(1) knows no {expr!r}: call it once instead")
@@ -465,6 +465,8 @@ def tf32_hc_prenorm_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.prenorm_gemm`.
     """
+    for name, result in (("d", d), ("sqr_sum", sqr_sum)):
+        arguments.check_result(result, name=name)
     if _compile_mode:
         thin.precompile_thin()
         return
@@ -492,7 +494,7 @@ def bf16_gemm_nt(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
     """
-    arguments.refuse_finish(alpha, epilogue)
+    arguments.check_result(d, alpha, epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, accumulate=c is not None)
         return
@@ -568,7 +570,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
     """
-    arguments.refuse_finish(epilogue=epilogue)
+    arguments.check_result(d, epilogue=epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, "offs")
         return
@@ -615,11 +617,11 @@ def m_grouped_bf16_gemm_nt_masked(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
     """
-    arguments.refuse_finish(epilogue=epilogue)
+    arguments.check_result(d, epilogue=epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, "counts")
         return
-    grouped.grouped_gemm(a, b, out=d, counts=masked_m, expected_rows=as_int(expected_m), **_settings)
+    grouped.grouped_gemm(a, b, out=d, **arguments.of_masked(masked_m, expected_m), **_settings)
 
 
 def k_grouped_bf16_gemm_tn_contiguous(
@@ -652,7 +654,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
         TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
     """
     ks_cpu = arguments.lengths(ks_cpu, ks)
-    arguments.refuse_finish(epilogue=epilogue)
+    arguments.check_result(d, epilogue=epilogue)
     arguments.check_no_psum(use_psum_layout)
     arguments.require_dimensions(a=(a, 2), b=(b, 2), d=(d, 3))
     groups, m, n = d.shape

@@ -8,6 +8,7 @@ import torch
 
 from deep_tile import logits
 from deep_tile.codegen import LOGITS_TILE
+from deep_tile.compat.arguments import count
 from deep_tile.config import as_int
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
@@ -52,8 +53,8 @@ def fp8_fp4_mqa_logits(
     keys, scale = _pair("kv", kv)
     return logits.mqa_logits(
         *(_queries(q), keys, scale, weights, cu_seq_len_k_start, cu_seq_len_k_end),
-        clean=clean_logits,
-        columns=max_seqlen_k or None,
+        clean=bool(clean_logits),
+        columns=count("max_seqlen_k", max_seqlen_k) or None,
         out_dtype=logits_dtype,
     )
 
@@ -101,8 +102,8 @@ def fp8_fp4_paged_mqa_logits(
     _refuse(indices=indices)
     return logits.paged_mqa_logits(
         *(_queries(q), kv_cache, weights, context_lens, block_table),
-        clean=clean_logits,
-        columns=max_context_len,
+        clean=bool(clean_logits),
+        columns=count("max_context_len", max_context_len),
         out_dtype=logits_dtype,
     )
 

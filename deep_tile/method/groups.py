@@ -44,6 +44,7 @@ def derivation(
     gpu = named(hardware)
     num_sms = gpu.num_sms if num_sms is None else num_sms
     check_sizes(groups=groups, rows=rows, n=n, k=k, num_sms=num_sms)
+    groups, rows, n, k, num_sms = map(int, (groups, rows, n, k, num_sms))
     if num_sms > gpu.num_sms:
         raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
     if grouping not in _LAYOUTS:

@@ -80,6 +80,7 @@ def derivation(
 ) -> Derivation:
     """The facts behind `explain`; arguments and errors as there."""
     check_sizes(m=m, n=n, k=k)
+    m, n, k = map(int, (m, n, k))
     gpu = gpus.named(hardware)
     problem = GemmProblem(m, n, k, num_sms if num_sms is not None else gpu.num_sms)
     made = {"output": output, "bias": bias, "activation": activation, "layout": layout}

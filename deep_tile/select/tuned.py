@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -47,30 +47,30 @@ def _all_choices() -> dict[int, dict[str, Choice]]:
         try:
             num_sms, tuned = _read(path)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            warnings.warn(
-                f"deep_tile ignores the tuned choices in {path}: {type(error).__name__}: {error}. "
-                "Remove the file, and run `python -m deep_tile tune` again",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn(f" in {path}", error, "Remove the file, and run `python -m deep_tile tune` again")
             continue
         found.setdefault(num_sms, {}).update(tuned)
     return found
 
 
-def _files() -> Iterator[Path]:
-    """The user's file, if it exists; else the files for this machine's GPUs."""
-    named = settings.tuned_file()
-    if named is not None:
-        yield from [named] if named.exists() else []
-        return
-    directory = _directory()
-    if directory is None:
-        return
+def _warn(where: str, error: Exception, remedy: str) -> None:
+    text = f"deep_tile ignores the tuned choices{where}: {type(error).__name__}: {error}. {remedy}"
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _files() -> list[Path]:
+    """The user's file, if it exists; else the files for this machine's GPUs. None in a directory that cannot be read,
+    such as another user's home."""
+    named, directory = settings.tuned_file(), _directory()
+    try:
+        if named is not None:
+            return [named] if named.exists() else []
+        paths = [] if directory is None else sorted(directory.glob("*.json"))
+    except OSError as error:
+        _warn("", error, "Set DEEP_TILE_CACHE_DIR to a directory that this user can read and write")
+        return []
     stems = {_file_name(gpu) for gpu in _gpus_of_machine()}
-    for path in sorted(directory.glob("*.json")):
-        if not stems or path.name in stems:
-            yield path
+    return [path for path in paths if not stems or path.name in stems]
 
 
 def _gpus_of_machine() -> set[str]:

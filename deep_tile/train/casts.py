@@ -105,14 +105,12 @@ def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple
     return _last.codes
 
 
+rows_of = quantize.as_matrix
+
+
 def is_cast(x: torch.Tensor) -> bool:
     """Whether the call before has cast the same tensor, so that `cast_shared` may find it."""
     return _last.x is not None and _last.x() is x
-
-
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """[..., k] as a matrix, also for k = 0."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _may_share(x: torch.Tensor) -> bool:

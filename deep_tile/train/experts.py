@@ -179,8 +179,12 @@ def _check(x, chosen, shares, w_gate_up, w_down, recipe: Recipe) -> None:
     require(recipe)
     given = {"x": x, "chosen": chosen, "shares": shares, "w_gate_up": w_gate_up, "w_down": w_down}
     check_tensors(_DTYPES, **given)
-    if x.dim() != 2 or w_gate_up.dim() != 3 or w_down.dim() != 3:
-        raise ValueError("x must be [t, h], w_gate_up [e, 2f, h] and w_down [e, h, f]; see the shapes given")
+    shapes = {name: list(tensor.shape) for name, tensor in given.items()}
+    if [len(shape) for shape in shapes.values()] != [2, 2, 2, 3, 3]:
+        raise ValueError(
+            f"the shapes are {shapes}; x must be [t, h], chosen and shares [t, top_k], w_gate_up [e, 2f, h] and w_down "
+            "[e, h, f]"
+        )
     (tokens, hidden), (count, twice, _) = x.shape, w_gate_up.shape
     wanted = {"w_gate_up": (count, twice, hidden), "w_down": (count, hidden, twice // 2)}
     wanted |= {"chosen": (tokens, chosen.shape[-1]), "shares": tuple(chosen.shape)}

@@ -6,7 +6,7 @@ cast, which makes all its operands: x along k and along tokens, the weight and i
 tokens. x is kept for the backward pass as its codes along tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -74,8 +74,15 @@ def linears(
     Raises:
         As `linear`.
     """
-    biases = (None,) * len(weights) if biases is None else tuple(biases)
-    return _linears(x, tuple(weights), biases, recipe)
+    weights = _as_tuple("weights", weights)
+    biases = (None,) * len(weights) if biases is None else _as_tuple("biases", biases)
+    return _linears(x, weights, biases, recipe)
+
+
+def _as_tuple(name: str, given: object) -> tuple:
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} is a {type(given).__name__}; pass a list, with one for each layer")
+    return tuple(given)
 
 
 def _linears(x, weights: tuple, biases: tuple, recipe: Recipe) -> tuple[torch.Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from deep_tile.config import check_sizes
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
 from deep_tile.select.cost import estimate, launch_time
@@ -42,7 +43,12 @@ def predict(tokens: int, n: int, k: int, *, eager: bool = False) -> Prediction:
 
     Returns:
         A `Prediction`.
+
+    Raises:
+        TypeError, ValueError: a size is no positive int.
     """
+    check_sizes(tokens=tokens, n=n, k=k)
+    tokens, n, k = map(int, (tokens, n, k))
     sizes = ((tokens, n, k), (tokens, k, n), (n, k, tokens))
     bf16 = _TORCH_SHARE * sum(_product_us(*size, "bf16") for size in sizes)
     fp8 = sum(_product_us(*size, "fp8") for size in sizes)

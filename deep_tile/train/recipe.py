@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deep_tile import quantize
+from deep_tile import quantize, tensors
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.ops import SMALLEST_AMAX_FLOOR
 
@@ -62,7 +62,8 @@ def require(recipe: object) -> None:
 
 
 def check_tensors(dtypes: Mapping[str, tuple[torch.dtype, ...]], **given: object) -> None:
-    """Raise TypeError for a non-tensor or a wrong dtype, ValueError for a device that differs from the first's."""
+    """Raise TypeError for a non-tensor, one that torch reads alone, or a wrong dtype; ValueError for a device that
+    differs from the first's, or a tensor without memory."""
     device = None
     for name, x in given.items():
         if not isinstance(x, torch.Tensor) or x.dtype not in dtypes[name]:
@@ -73,3 +74,5 @@ def check_tensors(dtypes: Mapping[str, tuple[torch.dtype, ...]], **given: object
         device = x.device if device is None else device
         if x.device != device:
             raise ValueError(f"{name} is on {x.device} but {next(iter(given))} is on {device}; move it there")
+    if not torch.compiler.is_compiling():
+        tensors.require_dense(**given)

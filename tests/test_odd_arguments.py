@@ -1,0 +1,265 @@
+"""What no call takes, given to the functions that bad_calls.py does not know: an error of ours, never another one, a
+crash or a result."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bad_calls import freed
+
+import deep_tile
+from deep_tile import cast, nn, params, train
+from deep_tile.compat import deep_gemm
+
+M, N, K, G = 6, 144, 256, 3
+FP8 = torch.float8_e4m3fn
+
+
+@cache
+def arguments() -> dict[str, tuple[Callable, dict[str, Any]]]:
+    """Functions and right arguments, by name."""
+    torch.manual_seed(0)
+    x, w = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
+    (a, a_scale), (b, b_scale) = deep_tile.per_token_cast_to_fp8(x), deep_tile.per_block_cast_to_fp8(w)
+    codes, exponents = torch.randint(0, 256, (G, N, K // 2), dtype=torch.uint8), torch.full((G, N, K // 32), 120).byte()
+    weight = {"weight": codes[0], "scale": exponents[0]}
+    made, of_groups = deep_tile.pack_weight(*weight.values()), deep_tile.pack_weight(codes, exponents)
+    operands, offs = {"a": a, "a_scale": a_scale}, torch.tensor([2, 4, 6], dtype=torch.int32)
+    q, kv = torch.randn(5, 32, 128).to(FP8), torch.randn(70, 128).to(FP8)
+    ranges = {"starts": torch.zeros(5, dtype=torch.int32), "ends": torch.full((5,), 70, dtype=torch.int32)}
+    pages = {"q": torch.randn(2, 2, 32, 128).to(FP8), "cache": torch.zeros(4, 64, 1, 132, dtype=torch.uint8)}
+    of_pages = {"lengths": torch.tensor([70, 100], dtype=torch.int32), "block_table": torch.ones(2, 2).int()}
+    of_heads = torch.randn(5, 2, 64).bfloat16()
+    chosen = {"chosen": torch.randint(0, 4, (M, 2)), "shares": torch.rand(M, 2)}
+    experts = {"w_gate_up": torch.randn(4, 2 * 128, K).bfloat16(), "w_down": torch.randn(4, K, 128).bfloat16()}
+    d = torch.zeros(M, N).bfloat16()
+    return {
+        "packed_gemm": (deep_tile.packed_gemm, operands | {"b": made.weight, "b_scale": made.scale}),
+        "packed_grouped_gemm": (
+            deep_tile.packed_grouped_gemm,
+            operands | {"b": of_groups.weight, "b_scale": of_groups.scale, "offs": offs},
+        ),
+        "thin_gemm": (deep_tile.thin_gemm, {"a": x, "b": w.float(), "out": torch.zeros(M, N)}),
+        "prenorm_gemm": (deep_tile.prenorm_gemm, {"a": x, "b": w.float(), "sqr_sum": torch.zeros(M)}),
+        "split_weight": (deep_tile.split_weight, {"b": w.float()}),
+        "einsum": (deep_tile.einsum, {"expr": "bhd,hdr->bhr", "a": of_heads, "b": torch.randn(2, 64, 32).bfloat16()}),
+        "pack_weight": (deep_tile.pack_weight, weight),
+        "unpack_weight": (deep_tile.unpack_weight, {"weight": made.weight, "scale": made.scale}),
+        "to_blocks": (deep_tile.to_blocks, weight),
+        "pad_shard": (deep_tile.pad_shard, {"weight": b, "scale": b_scale}),
+        "interleave_gate_up": (deep_tile.interleave_gate_up, {"x": w}),
+        "mqa_logits": (
+            deep_tile.mqa_logits,
+            {"q": q, "kv": kv, "kv_scale": torch.rand(70), "weights": torch.rand(5, 32), **ranges},
+        ),
+        "paged_mqa_logits": (deep_tile.paged_mqa_logits, {**pages, "weights": torch.rand(4, 32), **of_pages}),
+        "swiglu_gradient_cast_both": (
+            deep_tile.swiglu_gradient_cast_both,
+            {"dh": torch.randn(M, 128).bfloat16(), "gate_up": x, "share": torch.rand(M)},
+        ),
+        "quantize_weight": (deep_tile.quantize_weight, {"w": w}),
+        "from_fp8": (nn.Linear.from_fp8, {"weight": b, "weight_scale_inv": b_scale, "bias": torch.rand(N)}),
+        "linear": (train.linear, {"x": x, "weight": w, "bias": torch.rand(N)}),
+        "experts": (train.experts, {"x": x, **chosen, **experts}),
+        "bf16_gemm_nt": (deep_gemm.bf16_gemm_nt, {"a": x, "b": w, "d": d}),
+        "tf32_hc_prenorm_gemm": (
+            deep_gemm.tf32_hc_prenorm_gemm,
+            {"a": x, "b": w.float(), "d": d.float(), "sqr_sum": torch.zeros(M)},
+        ),
+    }
+
+
+TENSORS = {
+    name: [argument for argument, value in given.items() if isinstance(value, torch.Tensor)]
+    for name, (_, given) in arguments().items()
+}
+NO_TENSORS = {"an int": 3, "a string": "x", "a list": [1.0], "an array": np.zeros(3), "an object": object()}
+OTHER_NAMES = {("linear", "weight"): "weight|w", ("tf32_hc_prenorm_gemm", "d"): "d|out", ("bf16_gemm_nt", "d"): "d|out"}
+"""What errors call an argument, where they come from a function that names it otherwise."""
+
+WRONG = {
+    "of no dimension": lambda x: x.flatten()[0],
+    "of 5 dimensions": lambda x: x.reshape(1, 1, *x.shape, *(1,) * (3 - x.dim())),
+    "without storage": freed,
+    "bool": lambda x: torch.zeros(x.shape, dtype=torch.bool),
+    "complex": lambda x: torch.zeros(x.shape, dtype=torch.complex64),
+    "of other rows": lambda x: torch.cat([x.view(torch.uint8)] * 2)[: len(x) + 1].view(x.dtype),
+}
+
+FREE = {
+    *(
+        (call, name, "of other rows")
+        for call, name in (("split_weight", "b"), ("quantize_weight", "w"), ("einsum", "a"))
+    ),
+    *((call, name, "of other rows") for call, name in (("linear", "x"), ("linear", "weight"), ("pad_shard", "weight"))),
+    *((call, name, "of other rows") for call in ("prenorm_gemm", "thin_gemm") for name in "ab"),
+    ("paged_mqa_logits", "cache", "of other rows"),
+    ("linear", "x", "of 5 dimensions"),
+    *(("interleave_gate_up", "x", what) for what in ("of 5 dimensions", "bool", "complex")),
+}
+"""Changes that leave a call right, or that other arguments that may be left out would have to contradict."""
+
+
+@pytest.mark.parametrize("call", TENSORS)
+def test_right_arguments_are_taken(call):
+    function, given = arguments()[call]
+    function(**given)
+
+
+@pytest.mark.parametrize("what", NO_TENSORS)
+@pytest.mark.parametrize("call", TENSORS)
+def test_what_is_no_tensor(call, what):
+    function, given = arguments()[call]
+    for name in TENSORS[call]:
+        with pytest.raises(TypeError, match=rf"\b({OTHER_NAMES.get((call, name), name)})\b"):
+            function(**given | {name: NO_TENSORS[what]})
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("call", TENSORS)
+def test_wrong_tensors(call, what):
+    for name in TENSORS[call]:
+        function, given = arguments()[call]
+        if (call, name, what) in FREE:
+            continue
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
+            function(**given | {name: WRONG[what](given[name])})
+        assert raised.type in (TypeError, ValueError, RuntimeError), raised.value
+        assert not re.search("aten::|INTERNAL ASSERT|not implemented for", str(raised.value)), raised.value
+
+
+# fmt: off
+WRONG_VALUES = [
+    ("einsum", {"out_dtype": "float32"}, TypeError, "out_dtype is 'float32'"),
+    ("einsum", {"out": torch.zeros(5, 2, 32), "out_dtype": torch.bfloat16}, TypeError, "out_dtype is torch.bfloat16"),
+    ("einsum", {"accumulate": 0}, TypeError, "accumulate is 0"),
+    ("einsum", {"out": torch.zeros(5, 2, 32, requires_grad=True)}, RuntimeError, "out requires a gradient"),
+    *((call, {"clean": value}, TypeError, "clean is")
+      for call in ("mqa_logits", "paged_mqa_logits") for value in ("no", 0, [])),
+    *((call, {"columns": value}, TypeError, "columns is")
+      for call in ("mqa_logits", "paged_mqa_logits") for value in (np.int64(3), 3.0, True)),
+    *((call, {"format": []}, ValueError, "format is") for call in ("pack_weight", "to_blocks", "from_fp8")),
+    ("pack_weight", {"scale": torch.ones(N, K // 128).int(), "format": "int4_128"}, TypeError, "scale is torch.int32"),
+    ("unpack_weight", {"scale": torch.ones(2, 2, dtype=torch.int32)}, ValueError, "scale torch.int32"),
+    ("unpack_weight", {"scale": torch.ones(3, 2)}, ValueError, r"scale torch.float32 \[3, 2\]"),
+    ("from_fp8", {"bias": torch.rand(N - 1)}, ValueError, "bias is"),
+    ("bf16_gemm_nt", {"d": None}, TypeError, "d is a NoneType"),
+    ("tf32_hc_prenorm_gemm", {"sqr_sum": None}, TypeError, "sqr_sum is a NoneType"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("case", WRONG_VALUES, ids=lambda case: f"{case[0]} {[*case[1]]} {case[3]}")
+def test_wrong_values(case):
+    call, changed, error, text = case
+    function, given = arguments()[call]
+    with pytest.raises(error, match=text):
+        function(**given | changed)
+
+
+@pytest.mark.parametrize("splits", [None, (0, 8, 0), (8, 8), (8, "8", 8), (-8, 8, 16)], ids=str)
+def test_head_splits(splits):
+    _, given = arguments()["packed_gemm"]
+    pair = given["a"], given["a_scale"]
+    with pytest.raises(ValueError, match="head_splits is"):
+        deep_gemm.fp8_gemm_nt_skip_head_mid(pair, pair, torch.zeros(M, M).bfloat16(), splits)
+
+
+def test_masked_groups_need_their_rows():
+    x, w = torch.randn(G, M, K).bfloat16(), torch.randn(G, N, K).bfloat16()
+    d, rows = torch.zeros(G, M, N).bfloat16(), torch.ones(G, dtype=torch.int32)
+    with pytest.raises(TypeError, match="masked_m is a NoneType"):
+        deep_gemm.m_grouped_bf16_gemm_nt_masked(x, w, d, None, 3)
+    with pytest.raises(TypeError, match="expected_m is 'all'"):
+        deep_gemm.m_grouped_bf16_gemm_nt_masked(x, w, d, rows, "all")
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 8), (8, -1, 8), (8, 8, 2.0), ("8", 8, 8)], ids=str)
+def test_predictions_are_for_layers(sizes):
+    with pytest.raises((TypeError, ValueError), match="is"):
+        train.predict(*sizes)
+
+
+def test_sizes_may_be_numpys():
+    assert train.predict(np.int64(64), 64, 64) == train.predict(64, 64, 64)
+    assert deep_tile.explain_groups(np.int64(8), 64, 512, 512)["why"]
+
+
+@pytest.mark.parametrize("biases", [3, torch.zeros(N)], ids=["an int", "a tensor"])
+def test_linears_take_lists(biases):
+    _, given = arguments()["linear"]
+    with pytest.raises(TypeError, match="biases is a"):
+        train.linears(given["x"], [given["weight"]], biases)
+    with pytest.raises(TypeError, match="weights is a Tensor"):
+        train.linears(given["x"], given["weight"])
+
+
+def test_no_scale_is_written_over_another():
+    """[2, 4] scales at strides (1, 1) are five numbers."""
+    target = torch.zeros(8).as_strided((2, 4), (1, 1))
+    with pytest.raises(ValueError, match="elements of scale_out share memory.*contiguous"):
+        deep_tile.per_token_cast_to_fp8(torch.randn(2, 512), scale_out=target)
+    apart = torch.zeros(16).as_strided((2, 4), (1, 3))
+    deep_tile.per_token_cast_to_fp8(torch.randn(2, 512), scale_out=apart)
+    assert (apart > 0).all()
+
+
+def test_packed_layers_take_whole_rows():
+    """A row that lacks some of its last K block has as many K blocks."""
+    with pytest.raises(ValueError, match=r"x is \[3, 127\]; this layer takes \[..., 128\]"):
+        nn.PackedLinear(128, 48)(torch.randn(3, 127))
+    with pytest.raises(TypeError, match="x is a NoneType"):
+        nn.PackedLinear(128, 48)(None)
+    assert nn.PackedLinear(0, 16)(torch.zeros(3, 0)).shape == (3, 16)
+    layer, chosen = nn.PackedExperts(2, 128, 64), torch.zeros(3, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"x is \[3, 127\]"):
+        layer(torch.randn(3, 127).bfloat16(), chosen, torch.ones(3, 1))
+
+
+def test_pairs_without_columns_or_rows():
+    for m, k in ((3, 0), (0, 0), (0, 256)):
+        pair = deep_tile.per_token_cast_to_fp8(torch.zeros(m, k))
+        b, b_scale = deep_tile.quantize_weight(torch.zeros(16, k))
+        assert (deep_tile.fp8_linear(pair, b, b_scale) == 0).all()
+
+
+# Sizes beyond what kernels count.
+
+
+def on_meta(*shape, dtype):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_thin_products_count_bytes_of_k():
+    for k, dtype, name in ((2**29, torch.float32, "b"), (2**30, torch.bfloat16, "a")):
+        with pytest.raises(ValueError, match=rf"{name} has k = {k}; of {dtype} at most"):
+            deep_tile.thin_gemm(on_meta(1, k, dtype=torch.bfloat16), on_meta(1, k, dtype=dtype))
+    most = 2**29 - 256
+    assert deep_tile.thin_gemm(on_meta(1, most, dtype=torch.bfloat16), on_meta(8, most, dtype=torch.float32)).is_meta
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda rows, columns: cast.choose(1, "bf16", rows, columns, 132),
+        lambda rows, columns: cast.choose_combine(rows, columns, 132),
+    ],
+    ids=["rows", "combine"],
+)
+def test_kernels_count_in_32_bits(choose):
+    """Narrow rows, of which memory holds more."""
+    for rows, columns in ((2**32, 1), (1, 2**32)):
+        with pytest.raises(ValueError, match=rf"\[{rows}, {columns}\] is too large .* at a time"):
+            choose(rows, columns)
+    choose(2**27, 128)
+
+
+def test_logits_count_columns_in_an_int():
+    for name in ("keys", "columns"):
+        field = next(field for field in params.LOGITS.fields if field.name == name)
+        with pytest.raises(ValueError, match=name):
+            field.pack(2**31 - 4095)
