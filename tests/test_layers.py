@@ -157,6 +157,7 @@ WITH_TORCH = {
     "compat.deep_gemm",
     "compat.indexer",
     "compat.layouts",
+    "compat.process",
     "compat.scales",
     "dense",
     "distributed",

@@ -8,6 +8,7 @@ import torch
 
 from deep_tile import logits
 from deep_tile.codegen import LOGITS_TILE
+from deep_tile.compat import process
 from deep_tile.config import as_int
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
@@ -55,6 +56,7 @@ def fp8_fp4_mqa_logits(
         clean=clean_logits,
         columns=max_seqlen_k or None,
         out_dtype=logits_dtype,
+        **process.settings,
     )
 
 
@@ -104,6 +106,7 @@ def fp8_fp4_paged_mqa_logits(
         clean=clean_logits,
         columns=max_context_len,
         out_dtype=logits_dtype,
+        **process.settings,
     )
 
 
