@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from deep_tile import api, dense, grouped, quantize, sums, thin, wgrad
+from deep_tile import api, checks, dense, grouped, quantize, sums, thin, wgrad
 from deep_tile.compat import arguments, indexer, original, process
 from deep_tile.compat.arguments import Pair
 from deep_tile.compat.layouts import ends_of, group_ends
@@ -87,7 +87,7 @@ def fp8_gemm_nt(
         arguments.require_dimensions(
             a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2)
         )
-        dense.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
+        checks.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
         if _compile_mode:
             _make_ready("fp8_1x128", operands[0], operands[2], d, accumulate=c is not None)
             return
