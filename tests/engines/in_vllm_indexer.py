@@ -1,4 +1,4 @@
-"""Run within vLLM by rehearse.py: DeepSeek-V3.2's indexer, vLLM's own code, on the names of `deep_tile.compat.deep_gemm`.
+"""Run within vLLM by rehearse.py: its indexer of DeepSeek-V3.2 on the names of `deep_tile.compat.deep_gemm`.
 
 What vLLM compiles, gathers of the cache and the choice of keys, is written here in torch. Prints a line of JSON: which
 parts chose the keys that FP32 chooses.
