@@ -496,11 +496,7 @@ def gemm(
         accumulate: add the result to `out`, which must be given; without bias and activation. The result is rounded to
             `out`'s dtype first, then the sum: for bfloat16 and float16 both roundings count.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if getattr(b, "dtype", None) is torch.float32 and getattr(a, "dtype", None) is torch.bfloat16:
@@ -543,11 +539,7 @@ def int8_gemm(
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if is_traced():
@@ -599,11 +591,7 @@ def scaled_gemm(
         accumulate: as for `gemm`.
         fast_accum: for FP8 with per-row or per-tensor scales, as above; otherwise ignored.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, fast_accum)
     if is_traced():
@@ -642,11 +630,7 @@ def packed_gemm(
         config: as for `fp8_gemm`; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if is_traced():
@@ -683,11 +667,7 @@ def fp8_wgrad(
         accumulate: add to `out`, as `gemm` does, instead of overwriting it.
         config, num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (None, config, num_sms, batch_invariant, pdl, False, None, accumulate, True)
     if is_traced():
