@@ -783,10 +783,6 @@ def _run_gradient(grad, x, transposed, **options) -> torch.Tensor:
     return _multiply_gradient(grad, x, transposed, **options)
 
 
-def _fake_gradient(grad, x, transposed, **_) -> torch.Tensor:
-    return grad.new_empty(grad.shape[1] if transposed else grad.shape[0], x.shape[1])
-
-
 _SCALED = "a a_scale b b_scale out! bias?"
 _LINEAR = "call torch.nn.functional.linear"
 _OF_PRODUCTS = "activation out_dtype num_sms batch_invariant pdl constant_weights"
@@ -845,6 +841,6 @@ ops.register(
     "gemm_gradient(Tensor grad, Tensor x, bool transposed, *, "
     f"{ops.keywords('num_sms batch_invariant pdl')}) -> Tensor",
     _run_gradient,
-    _fake_gradient,
+    lambda grad, x, transposed, **_: grad.new_empty(grad.shape[1 if transposed else 0], x.shape[1]),
     flops=lambda grad, x, *_, **__: 2 * prod(grad) * x[1],
 )

@@ -562,11 +562,6 @@ def _fake_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None
     return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in (of_x, of_b, of_bias))
 
 
-def _backward_flops(grad, x, b, b_scale=None, *, x_dtype=None, **_) -> int:
-    """Operations in grad @ b and grad^T @ x, if computed."""
-    return ((x_dtype is not None) + (x is not None)) * 2 * math.prod(grad) * b[1]
-
-
 FP8_LINEAR = Linear(
     "fp8_linear",
     "x b b_scale? bias? out!",
@@ -581,5 +576,7 @@ ops.register(
     "ScalarType? bias_dtype=None) -> (Tensor, Tensor, Tensor)",
     _run_backward_op,
     _fake_backward_op,
-    flops=_backward_flops,
+    flops=lambda grad, x, b, *_, x_dtype=None, **__: (
+        ((x_dtype is not None) + (x is not None)) * 2 * math.prod(grad) * b[1]
+    ),
 )

@@ -329,7 +329,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     if products and not is_traced():  # before d is written to; groups differ in k alone
         dense.check_sum("fp8_wgrad", products[0][:4], d[0], **process.settings)
     adds = arguments.begin_sum(d, c)
-    if len(products) > 1 and _leaves_sms_idle(m, n) and not _is_watched_or_captured(d):
+    is_recorded = is_traced() or (d.is_cuda and torch.cuda.is_current_stream_capturing())
+    if len(products) > 1 and _leaves_sms_idle(m, n) and not is_recorded:
         rows = _side_by_side(a, m, ks_cpu), a_scale, _side_by_side(b, n, ks_cpu), b_scale
         wgrad.fp8_grouped_wgrad(*rows, ends_of(ks_cpu, d.device), d, accumulate=adds, **process.settings)
         return
@@ -352,10 +353,6 @@ def _make_gradients_ready(products: list, d: torch.Tensor, adds: bool) -> None:
 def _leaves_sms_idle(m: int, n: int) -> bool:
     """Whether a GEMM of this size has fewer than two tiles per SM."""
     return ceil_div(m, SCALE_BLOCK) * ceil_div(n, SCALE_BLOCK) < 2 * H200.num_sms
-
-
-def _is_watched_or_captured(x: torch.Tensor) -> bool:
-    return is_traced() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _side_by_side(x: torch.Tensor, rows: int, lengths: list[int]) -> torch.Tensor:
