@@ -1,5 +1,5 @@
 """Several processes that compute together, and what each of them checks: cases for test_distributed.py (CPUs, gloo) and
-test_distributed_gpu.py (GPUs, NCCL).
+test_distributed_gpu.py (GPUs, NCCL; one GPU, gloo).
 
 `run` starts a process for each rank, which runs this file. Every case compares with one process, which each rank is,
 too: all of them draw the same numbers. Invariant: a case that a rank fails ends both, so that none waits for another.
@@ -49,10 +49,11 @@ FAILING = {"rank1_fails": rank1_fails}
 """What shows that a failure is seen."""
 
 
-def run(backend: str, folder: Path, seed: int, *names: str) -> str:
-    """Run cases, all where none is named, on `RANKS` processes; what they printed if one failed, else nothing."""
+def run(backend: str, kind: str, folder: Path, seed: int, *names: str) -> str:
+    """Run cases, all where none is named, on `RANKS` processes, which share the devices of a kind that there are; what
+    they printed if one failed, else nothing."""
     logs = [folder / f"rank{rank}.txt" for rank in range(RANKS)]
-    processes = [_start(log, backend, str(rank), str(folder), str(seed), *names) for rank, log in enumerate(logs)]
+    processes = [_start(log, backend, kind, str(rank), str(folder), str(seed), *names) for rank, log in enumerate(logs)]
     deadline = time.monotonic() + SECONDS
     try:
         for process in processes:
@@ -77,14 +78,14 @@ def _start(log: Path, *arguments: str) -> subprocess.Popen:
         return subprocess.Popen([sys.executable, __file__, *arguments], stdout=file, stderr=file, env=environment)
 
 
-def _run_rank(backend: str, rank: int, folder: str, seed: int, *names: str) -> None:
+def _run_rank(backend: str, kind: str, rank: int, folder: str, seed: int, *names: str) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else None
-    if device is not None:
-        torch.cuda.set_device(device)
+    if kind == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = torch.device(kind, rank) if backend == "nccl" else None
     store = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=RANKS, device_id=device)
-    mesh = init_device_mesh("cpu" if device is None else "cuda", (RANKS,))
+    mesh = init_device_mesh(kind, (RANKS,))
     for name in names or CASES:
         start = time.monotonic()
         torch.manual_seed(seed)
@@ -476,25 +477,28 @@ def trained_layers(mesh: DeviceMesh) -> torch.nn.Sequential:
     return train.convert(torch.nn.Sequential(*layers).to(mesh.device_type), wanted=lambda name, layer: True)
 
 
-def assert_trained_alike(mesh: DeviceMesh, model: torch.nn.Module, other: torch.nn.Module, run: Callable) -> None:
+def assert_trained_alike(
+    mesh: DeviceMesh, model: torch.nn.Module, other: torch.nn.Module, run: Callable, dtype: torch.dtype = torch.float32
+) -> None:
     """Two steps: `other`, of which each rank has its tokens, and one process, whose products add all of them up.
 
     FP8 makes the gradient of half of the tokens that of the rows alone, since scales along tokens are of 128 of them:
-    each rank has 128.
+    each rank has 128. Of x in BF16 FSDP's gradients are BF16, too.
     """
+    bound = SUMMED if dtype == torch.bfloat16 else 2**-9
     for _ in range(2):
-        x = torch.randn(2 * 128, 256, device=mesh.device_type)
+        x = torch.randn(2 * 128, 256, device=mesh.device_type, dtype=dtype)
         parts = []
         for each, call, tokens in ((model, model, x), (other, run, split(x, mesh, Shard(0)).to_local())):
             optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
             each.zero_grad()
-            call(tokens).square().mean().backward()
+            call(tokens).float().square().mean().backward()
             parts.append([parameter.grad for parameter in each.parameters()])
             optimizer.step()
         for one, wanted in zip(*parts[::-1], strict=True):
-            assert_near(one.full_tensor() if isinstance(one, DTensor) else one, wanted, 2**-9)
+            assert_near(one.full_tensor() if isinstance(one, DTensor) else one, wanted, bound)
     for one, wanted in zip(other.parameters(), model.parameters(), strict=True):
-        assert_near(one.full_tensor() if isinstance(one, DTensor) else one.detach(), wanted.detach(), 2**-9)
+        assert_near(one.full_tensor() if isinstance(one, DTensor) else one.detach(), wanted.detach(), bound)
 
 
 @case
@@ -546,5 +550,77 @@ def training_of_parts_of_a_batch(mesh):
     assert_refused(ValueError, "ColwiseParallel splits a weight", sharded_linear, given[0], columns, None, layer.recipe)
 
 
+class _Gated(torch.nn.Module):
+    """As transformers writes it; converted, it calls `train.mlp`."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(256, 256, bias=False) for _ in range(2))
+        self.down_proj = torch.nn.Linear(256, 256, bias=False)
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Experts(torch.nn.Module):
+    """Each token goes to all four experts, in another order than its neighbours, so that each gets a rank's 128 tokens
+    as one group of 128 rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = torch.nn.Parameter(torch.randn(256, 4) / 16)
+        self.w_gate_up = torch.nn.Parameter(torch.randn(4, 256, 256) / 16)
+        self.w_down = torch.nn.Parameter(torch.randn(4, 256, 128) / 11)
+
+    def routed(self, x) -> tuple[torch.Tensor, ...]:
+        chosen = (torch.arange(len(x), device=x.device)[:, None] + torch.arange(4, device=x.device)) % 4
+        return x.bfloat16(), chosen, (x @ self.router).softmax(-1)
+
+    def forward(self, x):
+        return train.experts(*self.routed(x), self.w_gate_up, self.w_down)
+
+
+@case
+def gated_training(mesh):
+    """One function of three weights: replicated, and gathered in FP8."""
+    model = train.convert(_Gated().to(mesh.device_type), wanted=lambda *_: True)
+    other = copy.deepcopy(model)
+    assert_trained_alike(mesh, copy.deepcopy(model), other, torch.nn.parallel.DistributedDataParallel(other))
+    other = train.gather_fp8(copy.deepcopy(model))
+    fully_shard(other, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert_trained_alike(mesh, model, other, other, torch.bfloat16)
+
+
+@case
+def training_of_experts(mesh):
+    """Replicated; sharded by expert between steps; and each rank with its experts, of all tokens."""
+    model = _Experts().to(mesh.device_type)
+    other = copy.deepcopy(model)
+    assert_trained_alike(mesh, copy.deepcopy(model), other, torch.nn.parallel.DistributedDataParallel(other))
+    other = copy.deepcopy(model)
+    fully_shard(other, mesh=mesh)
+    assert_trained_alike(mesh, copy.deepcopy(model), other, other)
+
+    rank, weights = mesh.get_rank(), (model.w_gate_up.detach(), model.w_down.detach())
+    x, chosen, shares = (each.detach() for each in model.routed(torch.randn(200, 256, device=mesh.device_type)))
+    dy = torch.randn_like(x)
+    out, *of_inputs, up, down = _run_experts(x, shares, chosen, weights, dy)
+    own = _run_experts(x, shares, chosen - 2 * rank, [each[2 * rank :][:2] for each in weights], dy)
+    for part, whole in zip(own[:3], (out, *of_inputs), strict=True):
+        dist.all_reduce(part)
+        assert_near(part, whole)
+    for part, whole in zip(own[3:], (up, down), strict=True):
+        assert_near(part, whole[2 * rank :][:2], 1e-6)
+
+
+def _run_experts(x, shares, chosen, weights, dy) -> list[torch.Tensor]:
+    """The result, and gradients of x, shares and weights."""
+    x, shares, *weights = (each.clone().requires_grad_() for each in (x, shares, *weights))
+    out = train.experts(x, chosen, shares, *weights)
+    out.backward(dy)
+    return [out.detach(), *(each.grad for each in (x, shares, *weights))]
+
+
 if __name__ == "__main__":
-    _run_rank(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), *sys.argv[5:])
+    _run_rank(*sys.argv[1:3], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), *sys.argv[6:])
