@@ -48,7 +48,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 def test_ranks_agree_with_one_process(tmp_path):
     seed = secrets.randbits(31)
     print(f"seed={seed}")
-    failures = ranks.run("gloo", "cpu", tmp_path, seed)
+    failures = ranks.run("gloo", tmp_path, seed)
     assert not failures, failures
 
 
@@ -65,7 +65,7 @@ def test_ranks_agree_with_one_process(tmp_path):
 )
 def test_a_rank_that_fails_is_reported(tmp_path):
     """And the other does not wait for it."""
-    failures = ranks.run("gloo", "cpu", tmp_path, 0, "rank1_fails")
+    failures = ranks.run("gloo", tmp_path, 0, "rank1_fails")
     assert "rank0, exit code 1" in failures and "rank1, exit code 1" in failures and "on purpose" in failures
 
 

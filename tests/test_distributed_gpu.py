@@ -1,4 +1,4 @@
-"""Layers over two processes with GPUs: ranks.py has what each rank checks.
+"""Layers over two GPUs by NCCL: ranks.py has what each rank checks.
 
 python -m pytest tests/test_distributed_gpu.py
 """
@@ -12,13 +12,11 @@ import torch
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("backend", "gpus"), [("nccl", ranks.RANKS), ("gloo", 1)])
-def test_ranks_agree_with_one_process(backend, gpus, tmp_path):
-    """By NCCL on a GPU each, and by gloo where they share one, as NCCL refuses."""
+def test_ranks_agree_with_one_process(tmp_path):
     found = torch.cuda.device_count()
-    if found < gpus:
-        pytest.skip(f"needs {gpus} Hopper GPUs; torch sees {found}")
+    if found < ranks.RANKS:
+        pytest.skip(f"needs {ranks.RANKS} Hopper GPUs; torch sees {found}")
     seed = secrets.randbits(31)
     print(f"seed={seed}")
-    failures = ranks.run(backend, "cuda", tmp_path, seed)
+    failures = ranks.run("nccl", tmp_path, seed)
     assert not failures, failures
