@@ -14,10 +14,14 @@ from types import ModuleType
 
 import torch
 
-from deep_tile import api, dense, grouped, quantize, sums, thin, wgrad
-from deep_tile.compat import arguments, indexer, original
+from deep_tile import api, checks, dense, grouped, quantize, sums, thin, wgrad
+from deep_tile.compat import arguments, indexer, original, process
 from deep_tile.compat.arguments import Pair
 from deep_tile.compat.layouts import ends_of, group_ends
+from deep_tile.compat.process import get_num_sms as get_num_sms
+from deep_tile.compat.process import get_pdl as get_pdl
+from deep_tile.compat.process import set_num_sms as set_num_sms
+from deep_tile.compat.process import set_pdl as set_pdl
 from deep_tile.compat.refused import REFUSED
 from deep_tile.compat.scales import align as align
 from deep_tile.compat.scales import count_bytes as count_bytes
@@ -30,14 +34,10 @@ from deep_tile.compat.scales import per_token_cast_to_fp8 as per_token_cast_to_f
 from deep_tile.compat.scales import transform_sf_into_required_layout as transform_sf_into_required_layout
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment
 from deep_tile.ops import is_traced
-from deep_tile.options import check_one
 from deep_tile.reference import cosine_difference
 from deep_tile.select.hardware import H200
 
 __version__ = "2.6.1+deep_tile"
-
-_settings: dict[str, int | bool | None] = {"num_sms": None, "pdl": None}
-"""Process-wide settings, as in DeepGEMM; passed along with every call."""
 
 _alignment = SCALE_BLOCK
 """Row alignment of groups in contiguous layouts; process-wide."""
@@ -87,21 +87,21 @@ def fp8_gemm_nt(
         arguments.require_dimensions(
             a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2)
         )
-        dense.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
+        checks.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
         if _compile_mode:
             _make_ready("fp8_1x128", operands[0], operands[2], d, accumulate=c is not None)
             return
         if c is not None and c is not d and not is_traced():  # before d is written to
-            dense.check_sum("scaled_gemm", operands, d, **_settings)
+            dense.check_sum("scaled_gemm", operands, d, **process.settings)
         accumulate = arguments.begin_sum(d, c)
-        dense.scaled_gemm(*operands, d, accumulate=accumulate, **_settings)
+        dense.scaled_gemm(*operands, d, accumulate=accumulate, **process.settings)
         return
     arguments.refuse_sum(c)
     arguments.check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
         _make_ready("fp8", operands[0], operands[2], d)
         return
-    dense.fp8_gemm(*operands, d, **_settings)
+    dense.fp8_gemm(*operands, d, **process.settings)
 
 
 def fp8_gemm_nn(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
@@ -181,7 +181,7 @@ def _contiguous_groups(
     offs = grouped_layout
     if not use_psum_layout:
         offs = group_ends(grouped_layout, a.shape[0], b.shape[0], _alignment)
-    return offs, {"alignment": _alignment, "expected_rows": expected, **_settings}
+    return offs, {"alignment": _alignment, "expected_rows": expected, **process.settings}
 
 
 def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, **given) -> None:
@@ -252,7 +252,7 @@ def m_grouped_fp8_gemm_nt_masked(
     if _compile_mode:
         _make_ready("fp8", operands[0], operands[2], d, "counts")
         return
-    options = {"counts": masked_m, "expected_rows": as_int(expected_m), **_settings}
+    options = {"counts": masked_m, "expected_rows": as_int(expected_m), **process.settings}
     grouped.fp8_grouped_gemm(*operands, out=d, **options)
 
 
@@ -320,16 +320,16 @@ def k_grouped_fp8_gemm_nt_contiguous(
         _make_gradients_ready(products, d, c is not None)
         return
     if products and not is_traced():  # before d is written to; groups differ in k alone
-        dense.check_sum("fp8_wgrad", products[0][:4], d[0], **_settings)
+        dense.check_sum("fp8_wgrad", products[0][:4], d[0], **process.settings)
     adds = arguments.begin_sum(d, c)
     if len(products) > 1 and _leaves_sms_idle(m, n) and not _is_watched_or_captured(d):
         rows = _side_by_side(a, m, ks_cpu), a_scale, _side_by_side(b, n, ks_cpu), b_scale
-        wgrad.fp8_grouped_wgrad(*rows, ends_of(ks_cpu, d.device), d, accumulate=adds, **_settings)
+        wgrad.fp8_grouped_wgrad(*rows, ends_of(ks_cpu, d.device), d, accumulate=adds, **process.settings)
         return
     if not adds:
         d.zero_()
     for product in products:
-        dense.fp8_wgrad(*product, **_settings)
+        dense.fp8_wgrad(*product, **process.settings)
 
 
 def _make_gradients_ready(products: list, d: torch.Tensor, adds: bool) -> None:
@@ -338,7 +338,7 @@ def _make_gradients_ready(products: list, d: torch.Tensor, adds: bool) -> None:
         _make_ready("fp8_1x128", x, y, out, accumulate=True)
     m, n = d.shape[1:]
     if len(products) > 1 and _leaves_sms_idle(m, n):
-        what = {"kind": "fp8_1x128", "out_dtype": d.dtype, "accumulate": adds, "num_sms": _settings["num_sms"]}
+        what = {"kind": "fp8_1x128", "out_dtype": d.dtype, "accumulate": adds, "num_sms": process.settings["num_sms"]}
         api.precompile([(m, n, 1)], grouping="k_offs", **what)
 
 
@@ -408,7 +408,7 @@ def fp8_einsum(
     if _compile_mode:
         _make_ready("fp8", a, b, d, "none" if sums.goes_by_head(a, out) else "counts")
         return
-    sums.multiply_heads((a, a_scale, b, b_scale), out, dense.fp8_gemm, grouped.fp8_grouped_gemm, **_settings)
+    sums.multiply_heads((a, a_scale, b, b_scale), out, dense.fp8_gemm, grouped.fp8_grouped_gemm, **process.settings)
     if pair is not None:
         rounding = {"exact": "reciprocal", "amax_floor": quantize.DEEP_GEMM_AMAX_FLOOR}
         quantize.per_token_cast_to_fp8(d, out=pair[0], scale_out=pair[1], **rounding)
@@ -443,7 +443,7 @@ def einsum(
         thin.precompile_thin()
         return
     accumulate = arguments.begin_sum(d, c)
-    sums.einsum(expr, a, b, d, accumulate=accumulate, **_settings)
+    sums.einsum(expr, a, b, d, accumulate=accumulate, **process.settings)
 
 
 def tf32_hc_prenorm_gemm(
@@ -468,7 +468,7 @@ def tf32_hc_prenorm_gemm(
     if _compile_mode:
         thin.precompile_thin()
         return
-    thin.prenorm_gemm(a, b, d, sqr_sum, num_splits=num_splits, **_settings)
+    thin.prenorm_gemm(a, b, d, sqr_sum, num_splits=num_splits, **process.settings)
 
 
 def bf16_gemm_nt(
@@ -497,9 +497,9 @@ def bf16_gemm_nt(
         _make_ready("bf16", a, b, d, accumulate=c is not None)
         return
     if c is not None and c is not d and not is_traced():  # before d is written to
-        dense.check_sum("gemm", (a, b), d, **_settings)
+        dense.check_sum("gemm", (a, b), d, **process.settings)
     accumulate = arguments.begin_sum(d, c)
-    dense.gemm(a, b, d, accumulate=accumulate, **_settings)
+    dense.gemm(a, b, d, accumulate=accumulate, **process.settings)
 
 
 def bf16_gemm_nn(
@@ -619,7 +619,7 @@ def m_grouped_bf16_gemm_nt_masked(
     if _compile_mode:
         _make_ready("bf16", a, b, d, "counts")
         return
-    grouped.grouped_gemm(a, b, out=d, counts=masked_m, expected_rows=as_int(expected_m), **_settings)
+    grouped.grouped_gemm(a, b, out=d, counts=masked_m, expected_rows=as_int(expected_m), **process.settings)
 
 
 def k_grouped_bf16_gemm_tn_contiguous(
@@ -669,11 +669,11 @@ def k_grouped_bf16_gemm_tn_contiguous(
             _make_ready("bf16", x, y, out, accumulate=True)
         return
     if products and not is_traced():  # before d is written to; groups differ in rows alone
-        dense.check_sum("gemm", products[0][:2], products[0][2], **_settings)
+        dense.check_sum("gemm", products[0][:2], products[0][2], **process.settings)
     if not arguments.begin_sum(d, c):
         d.zero_()
     for product in products:
-        dense.gemm(*product, accumulate=True, **_settings)
+        dense.gemm(*product, accumulate=True, **process.settings)
 
 
 fp8_fp4_gemm_nn, fp8_fp4_gemm_tn, fp8_fp4_gemm_tt = fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt
@@ -693,7 +693,7 @@ def _make_ready(
 ) -> None:
     """Compile and load, without a launch, kernels for this GEMM with fewer rows, or more up to the next power of
     two."""
-    (n, k), num_sms = b.shape[-2:], _settings["num_sms"]
+    (n, k), num_sms = b.shape[-2:], process.settings["num_sms"]
     lies_along_k = [x.shape[-1] < 2 or x.stride(-1) == 1 for x in (a, b)]
     layout = ("n" if lies_along_k[0] else "t") + ("t" if lies_along_k[1] else "n")
     what = {"kind": kind, "out_dtype": d.dtype, "accumulate": accumulate, "grouping": grouping, "num_sms": num_sms}
@@ -738,31 +738,6 @@ def get_theoretical_mk_alignment_for_contiguous_layout(
 
 
 get_m_alignment_for_contiguous_layout = get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
-
-
-def set_num_sms(num_sms: int) -> None:
-    """SMs that products use from now on, in this process."""
-    number = as_int(num_sms)
-    if number is None:
-        raise TypeError(f"num_sms is {num_sms!r}, of type {type(num_sms).__name__}; pass an int")
-    _settings["num_sms"] = number
-
-
-def get_num_sms() -> int:
-    """The set value, else the current device's count."""
-    given = _settings["num_sms"]
-    return torch.cuda.get_device_properties().multi_processor_count if given is None else given
-
-
-def set_pdl(enabled: bool) -> None:
-    """Whether products are programmatic dependent launches from now on; as `deep_tile.fp8_gemm` chooses before that."""
-    check_one("pdl", enabled)
-    _settings["pdl"] = enabled
-
-
-def get_pdl() -> bool:
-    given = _settings["pdl"]
-    return _settings["num_sms"] is None if given is None else given
 
 
 def use_deterministic_algorithms(enabled: bool = True) -> None:

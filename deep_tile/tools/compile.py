@@ -18,6 +18,7 @@ from deep_tile import jit, packaged, plan, settings
 from deep_tile.codegen import kernel_source
 from deep_tile.config import GemmConfig
 from deep_tile.method import report
+from deep_tile.problem import GemmProblem
 from deep_tile.progress import track_progress
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs, grouped_configs
@@ -64,7 +65,7 @@ def wanted_configs(options: argparse.Namespace) -> list[GemmConfig]:
         if not options.shape:
             configs += default_configs(tma_store)
         for n, k, max_m in options.shape:
-            configs += plan.configs_for(n, k, max_m, options.num_sms, tma_store)
+            configs += plan.configs_for(GemmProblem(1, n, k, options.num_sms, tma_store), max_m)
     return list(dict.fromkeys(configs))
 
 
