@@ -155,24 +155,27 @@ def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--plot", type=picture_path, metavar="FILE", help="draw TFLOPS against m for each layer, as PNG"
     )
-    text = "show this results file instead of measuring"
-    parser.add_argument("--results", type=results_file, metavar="FILE", help=text)
-    text = "compare two results files and stop"
-    parser.add_argument("--compare", nargs=2, type=results_file, metavar=("OLD", "NEW"), help=text)
+    parser.add_argument("--results", type=Path, metavar="FILE", help="show this results file instead of measuring")
+    parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help="compare two results files and stop")
     options = parser.parse_args(arguments)
     if options.repeats < 2:
         parser.error(f"--repeats is {options.repeats}; a median with a spread needs at least 2")
+    try:
+        options.results = options.results and results_file(options.results)
+        options.compare = options.compare and [*map(results_file, options.compare)]
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
-def results_file(path: str) -> Run:
+def results_file(path: str | Path) -> Run:
     try:
         run = store.load(path)
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{path!r} cannot be read: {error}") from None
+        raise ValueError(f"{str(path)!r} cannot be read: {error}") from None
     rows = run.get("shapes") if isinstance(run, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "results" in row for row in rows):
-        raise argparse.ArgumentTypeError(f"{path!r} holds no results of this script, which --out writes")
+        raise ValueError(f"{str(path)!r} holds no results of this script, which --out writes")
     return run
 
 
