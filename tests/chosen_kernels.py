@@ -97,9 +97,8 @@ def features(config: GemmConfig) -> list[tuple]:
 def covering(
     configs: Iterable[GemmConfig], together: int, most: int, beside: Iterable[GemmConfig] = ()
 ) -> list[GemmConfig]:
-    """Choose few configs that together have every possible combination of `size` features that `beside` lacks. Greedy:
-    the config with the most new combinations comes next; of equal ones, that with the most accumulators, where
-    registers are scarce."""
+    """Choose few configs that have every possible set of `together` features which `beside` lacks. Greedy: the config
+    with the most new sets comes next; of equal ones, that with the most accumulators, where registers are scarce."""
     bits: dict[tuple, int] = {}
 
     def mask(config: GemmConfig) -> int:

@@ -91,7 +91,7 @@ def numbers_differ(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (got.view(words) != wanted.view(words)) & ~(got.isnan() & wanted.isnan())
 
 
-# Which rows are cast.
+# Living rows.
 
 
 def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ def _silu_mul_bounds(gate_up: torch.Tensor, gating: Gating) -> tuple[torch.Tenso
     return value - error, value + error
 
 
-# What stands beside casts.
+# Other kernels.
 
 
 def combined(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

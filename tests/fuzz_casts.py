@@ -90,7 +90,7 @@ _SHOWN = 6
 """Elements of a wrong result that are listed."""
 
 
-# What is drawn.
+# Draws.
 
 
 class Tensor(NamedTuple):
@@ -686,7 +686,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-# What is expected.
+# Expected results.
 
 
 class Result(NamedTuple):

@@ -94,7 +94,7 @@ _SHOWN = 6
 """Elements of a wrong result that are listed."""
 
 
-# What is drawn.
+# Draws.
 
 
 class Tokens(NamedTuple):

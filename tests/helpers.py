@@ -194,7 +194,7 @@ class GuardedOut:
     ):
         self._words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
         strides = (n if stride is None else stride, 1)
-        # As far as a tile reaches that is not clipped.
+        # A tile that is not clipped reaches this far.
         margin = round_up(256 * strides[0] + 256, 8)
         self._region = ((m, n), strides, margin + offset)
         size = 2 * margin + offset + _extent((m, n), strides)
@@ -385,7 +385,7 @@ def product_of(kind: str, operands: tuple[torch.Tensor, ...]) -> Product:
         return Product(gemm, operands, exact_dense_product(*operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
     family, operands = KINDS[kind].family, Operands(*operands)
     if family == "fp8_1x128":
-        # Of one block the scales are those of rows, and so is the kernel: as accurate.
+        # With one K block, scales of 1x128 are scales of rows, whose kernel is as accurate.
         return Product(scaled_gemm, operands, exact_product(operands, b_rows=1), ACCUMULATION, MAX_RELATIVE_ERROR)
     if family == "fp8":
         call = fp8_gemm if kind == "fp8" else scaled_gemm

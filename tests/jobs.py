@@ -99,7 +99,7 @@ class Job:
     def __str__(self) -> str:
         return str(self._what)
 
-    # What a product is.
+    # For subclasses.
 
     def multiply(self, step: int) -> None:
         """Make one call, into `outs[step]`."""

@@ -149,8 +149,7 @@ class Flight(NamedTuple):
 
 
 class Meet(NamedTuple):
-    """The arrival of a Reach or Sync, linked to its phase: a process that meets at a named barrier must count in each
-    phase."""
+    """The linked arrival of a Reach or Sync. It must count in `phase`: who meets at a named barrier does so in each."""
 
     barrier: int
     arrivals: int

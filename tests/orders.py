@@ -155,7 +155,7 @@ class Order:
             self._touched[block] |= step
 
     def uses(self, actor: int, reads: Cells, writes: Cells) -> None:
-        """Check the uses from here on. Raises Fault."""
+        """Check uses that begin here. Raises Fault."""
         for cell, holds in reads:
             self._demand(UNWRITTEN, actor, self._written.get(cell, 0), self._use_name("reads", cell, holds))
         for cell, holds in writes:

@@ -479,8 +479,7 @@ def run_thin(m: int, n: int, k: int, device: str = "cuda") -> None:
 
 
 def dense_targets(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
-    """`out` and `scale_out` of a cast, written by a copy: initcheck does not see bytes that another kernel has
-    written."""
+    """`out` and `scale_out` of a cast, copied from the CPU: initcheck ignores what other kernels have written."""
     out = torch.zeros(shape, dtype=torch.uint8).to(device).view(torch.float8_e4m3fn)
     return {"out": out, "scale_out": torch.zeros(*shape[:-1], -(-shape[-1] // 128)).to(device)}
 

@@ -87,7 +87,7 @@ PRODUCTS = ("fp8", "groups", "kinds")
 Drawn = Spec | fuzz_groups.Draw | fuzz_kinds.Draw
 
 
-# Which products.
+# Draws.
 
 
 class Sizes(NamedTuple):
