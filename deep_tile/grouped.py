@@ -260,11 +260,7 @@ def fp8_grouped_gemm(
         num_sms, pdl: as for `fp8_gemm`.
         batch_invariant: as for `fp8_gemm`. Grouped results never depend on other rows, so it changes nothing.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
 
     The method is `fp8_gemm`'s; offsets follow `torch.nn.functional.scaled_grouped_mm`.
     """
@@ -305,11 +301,7 @@ def grouped_gemm(
         out_dtype: dtype of `out`: by default `out`'s, or `a`'s, or int32 for INT8.
         offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, b, bounds, out)
@@ -357,11 +349,7 @@ def scaled_grouped_gemm(
         offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
         fast_accum: as for `scaled_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)
@@ -399,11 +387,7 @@ def packed_grouped_gemm(
         config: as there; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)
