@@ -210,8 +210,8 @@ def box_of(layout: params.MapLayout) -> tuple[np.ndarray, np.ndarray]:
 def copy(smem: np.ndarray, at: int, memory: np.ndarray, layout: params.MapLayout, inner: int, outer: int) -> int:
     """Copy a box, with zeros beyond the tensor. Returns its bytes.
 
-    Rows of a box narrower than the swizzle lie as far apart as the swizzle is wide. The PTX ISA does not say so; an H100
-    does it.
+    Rows of a box narrower than the swizzle lie as far apart as the swizzle is wide. The PTX ISA does not say so; an
+    H100 does it.
     """
     assert at % (8 * layout.swizzle_bytes) == 0 and layout.box[0] <= layout.swizzle_bytes
     y, x = box_of(layout)
