@@ -40,7 +40,7 @@ COMMANDS = {
 }
 """By name; kernels are so few that 16 cores compile them within a minute or two."""
 
-PROCESSES = {"gpu": 4, "groups": 3, "kinds": 4, "casts": 4, "formats": 1, "logits": 1, "thin": 1, "train": 1}
+PROCESSES = {"gpu": 4, "groups": 3, "kinds": 4, "casts": 4, "formats": 2, "logits": 1, "thin": 1, "train": 1}
 """For 16 cores. `stress` holds the SMs up on purpose, and is left out unless it is asked for."""
 
 COUNTS = ("products", "calls_that_copy", "rounds", "configs")

@@ -64,7 +64,13 @@ FUZZERS = {
     "kinds": (fuzz_kinds, "11", 12, ("--configs", "4"), {"USUAL": SMALL_KINDS}),
     "casts": (fuzz_casts, "5", 12, (), {"USUAL": fuzz_casts.Sizes(40, 300, 1 << 13), "_POOL": 1 << 18}),
     "groups": (fuzz_groups, "11", 2, (), {}),
-    "formats": (fuzz_formats, "3", 12, (), {"SIZES": (1, 32, 129, 200)}),
+    "formats": (
+        fuzz_formats,
+        "3",
+        12,
+        ("--configs", "6"),
+        {"SIZES": (1, 32, 129, 200), "PRODUCTS": 3, "GROUPS": (0, 3), "ROWS": 40, "UNITS": (1, 9)},
+    ),
     "thin": (fuzz_thin, "3", 8, (), {"SIZES": (1, 24, 33), "LENGTHS": (8, 65, 520)}),
 }
 """Of each: the module, a seed, rounds, options, and what makes its products small."""
@@ -226,6 +232,11 @@ FOUND = {
         lambda made, _: first(bits(made.weight)).bitwise_xor_(1),
     ),
     "formats: a scale": (deep_tile, "to_blocks", "element", lambda made, _: made.scale.mul_(2)),
+    "formats: a product": (deep_tile, "packed_gemm", "values", lambda made, _: made[..., -1:].add_(1000)),
+    "formats: before a product": (deep_tile, "packed_gemm", "guards", lambda made, _: beside(made, -1)),
+    "formats: groups": (deep_tile, "packed_grouped_gemm", "values", lambda made, _: made.add_(1000)),
+    "formats: dead rows": (deep_tile, "packed_grouped_gemm", "dead", lambda made, _: made.fill_(0)),
+    "formats: packed": (deep_tile, "unpack_weight", "codes", lambda made, _: first(made.weight).bitwise_xor_(1)),
     "formats: other rows": (fuzz_formats, "shard_weight", "columns", lambda made, _: roll(made.weight)),
     **{
         f"thin: {what} of {name}": (deep_tile, name, kind, fault)
