@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import is_grad_enabled
 
-from deep_tile import _launcher, cast, checks, finishes, grouped, jit, launches, options, plan, tensors, wgrad
+from deep_tile import _launcher, cast, checks, finishes, grouped, jit, launches, options, packed, plan, tensors, wgrad
 from deep_tile.checks import MAX_SIZE, current_gpu
 from deep_tile.config import SCALE_BLOCK, GemmConfig, as_int, ceil_div, round_up
-from deep_tile.dense import FP8_GEMM, GEMM, INT8_GEMM, SCALED_GEMM, Options
+from deep_tile.dense import FP8_GEMM, GEMM, INT8_GEMM, PACKED_GEMM, SCALED_GEMM, Options
 from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
-from deep_tile.grouped import FP8_GROUPED_GEMM, GROUPED_GEMM, SCALED_GROUPED_GEMM
-from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUT_NAMES, LAYOUTS, QUANTIZED, RAW, RESULTS, Kind, Majors
+from deep_tile.grouped import FP8_GROUPED_GEMM, GROUPED_GEMM, PACKED_GROUPED_GEMM, SCALED_GROUPED_GEMM
+from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUT_NAMES, LAYOUTS, PACKED, QUANTIZED, RAW, RESULTS, Kind, Majors
 from deep_tile.operation import error_of
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
@@ -173,7 +173,7 @@ def supports(
     n: int,
     k: int,
     *,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    dtype: torch.dtype | str = torch.float8_e4m3fn,
     out_dtype: torch.dtype | None = None,
     a_stride: int | None = None,
     b_stride: int | None = None,
@@ -181,19 +181,22 @@ def supports(
     grouping: str = "none",
     groups: int = 1,
 ) -> tuple[bool, str]:
-    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, `int8_gemm` for INT8 and `scaled_gemm` for e5m2, takes such a
-    problem, and if not, why; for dispatchers, without tensors or a GPU. Asks the checks of the call itself.
+    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, `int8_gemm` for INT8, `scaled_gemm` for e5m2 and `packed_gemm`
+    for weights of 4 bits, takes such a problem, and if not, why; for dispatchers, without tensors or a GPU. Asks the
+    checks of the call itself.
 
     Args:
         m, n, k: sizes in elements; scales are taken to be dense.
-        dtype: the operands': float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8.
+        dtype: the operands': float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8; "mxfp4", "nvfp4" or "int4" for a
+            packed weight, beside activations of float8_e4m3fn.
         out_dtype: the result's: bfloat16, float16 or float32, or int32 for INT8 in `gemm`; the call's default when
             None.
         a_stride, b_stride: row strides in elements (k strides for M- and N-major operands); None: contiguous.
         layout: "nt": both operands K-major. For BF16 and FP16 also "nn": b N-major (the transpose of a contiguous [k,
             n]); "tt": a M-major; "tn": a M-major and b N-major.
-        grouping: "offs" or "counts" for `fp8_grouped_gemm`, `grouped_gemm` and `scaled_grouped_gemm`: m counts all
-            rows, or those of each group; "k_offs" for `fp8_grouped_wgrad`: weights [n, k], m tokens.
+        grouping: "offs" or "counts" for `fp8_grouped_gemm`, `grouped_gemm`, `scaled_grouped_gemm` and
+            `packed_grouped_gemm`: m counts all rows, or those of each group; "k_offs" for `fp8_grouped_wgrad`: weights
+            [n, k], m tokens.
         groups: number of groups.
     """
     asked = m, n, k, dtype, out_dtype, (a_stride, b_stride), layout, grouping, groups
@@ -211,8 +214,8 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
     for name, stride in zip("ab", strides, strict=True):
         if stride is not None and (as_int(stride) is None or not 0 <= stride <= MAX_SIZE):
             raise ValueError(f"{name}_stride is {stride!r}; strides are ints, in elements, up to {MAX_SIZE}")
-    if dtype not in _KINDS_OF_DTYPES:
-        raise ValueError(f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}")
+    if dtype not in (*_KINDS_OF_DTYPES, *PACKED):
+        raise ValueError(f"operands are {dtype}; supported is {' or '.join(map(str, (*_KINDS_OF_DTYPES, *PACKED)))}")
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; groupings are {', '.join(GROUPINGS)}")
     kind, is_gradient = _kind_of(dtype, out_dtype), grouping == "k_offs"
@@ -225,7 +228,12 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
     of_a, of_b = {"counts": ((groups,), (groups,)), "offs": ((), (groups,))}.get(grouping, ((), ()))
     (along_a, along_b), (a_stride, b_stride) = LAYOUTS[layout], strides
     a = _without_memory("a", kind, (*of_a, rows, inner), a_stride, along_a, 1)
-    b = _without_memory("b", kind, (*of_b, columns, inner), b_stride, along_b, 1 if is_gradient else SCALE_BLOCK)
+    if kind.packing:
+        if b_stride is not None:
+            raise ValueError(f"b_stride is {b_stride}; a packed weight is contiguous: leave it out")
+        b = packed.zeros((*of_b, columns, inner), kind.name, "meta")
+    else:
+        b = _without_memory("b", kind, (*of_b, columns, inner), b_stride, along_b, 1 if is_gradient else SCALE_BLOCK)
     bounds = torch.empty(groups, dtype=torch.int32, device="meta")
     if is_gradient:
         out = torch.empty(groups, n, k, dtype=out_dtype or torch.float32, device="meta")
@@ -240,8 +248,8 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
     operation.check_memory(given, asked)
 
 
-_OF_MATRICES = FP8_GEMM, GEMM, INT8_GEMM, SCALED_GEMM
-_OF_GROUPS = FP8_GROUPED_GEMM, GROUPED_GEMM, SCALED_GROUPED_GEMM
+_OF_MATRICES = FP8_GEMM, GEMM, INT8_GEMM, SCALED_GEMM, PACKED_GEMM
+_OF_GROUPS = FP8_GROUPED_GEMM, GROUPED_GEMM, SCALED_GROUPED_GEMM, PACKED_GROUPED_GEMM
 """What `supports` asks, the first that knows a kind."""
 
 
@@ -264,8 +272,10 @@ def _without_memory(
     return x, torch.empty(*lead, *scales, device="meta")
 
 
-def _kind_of(dtype: torch.dtype, out_dtype: torch.dtype | None) -> Kind:
-    """The kind for operands in a dtype of `_KINDS_OF_DTYPES`."""
+def _kind_of(dtype: torch.dtype | str, out_dtype: torch.dtype | None) -> Kind:
+    """The kind for operands in a dtype of `_KINDS_OF_DTYPES`, or for a weight in a format of `PACKED`."""
+    if isinstance(dtype, str):
+        return PACKED[dtype]
     return EVERY_KIND["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
 
 
@@ -333,7 +343,10 @@ def precompile(
     if not isinstance(kind, str) or kind not in EVERY_KIND:
         raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or one of {', '.join(EVERY_KIND)}")
     product = EVERY_KIND[kind]
-    weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
+    weights = [
+        _checked_weight(shape, product.name if product.packing else torch_dtype(product.a))
+        for shape in _as_list(shapes)
+    ]
     if out_dtype not in (None, *_PRECOMPILED):
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")
     layouts = _checked_layouts(layouts, product)
@@ -455,7 +468,7 @@ def _as_list(shapes: Iterable) -> list:
         raise TypeError(f"shapes is {shapes!r}; pass a list of (n, k, max_m), one for each weight") from None
 
 
-def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
+def _checked_weight(shape: object, dtype: torch.dtype | str) -> tuple[int, int, int]:
     """One (n, k, max_m) of `precompile`, checked."""
     sizes = tuple(map(as_int, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 3 or None in sizes:
@@ -465,7 +478,8 @@ def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
         )
     n, k, max_m = sizes
     padded = round_up(k, _TMA_BYTES)
-    supported, reason = supports(max_m, n, k, dtype=dtype, a_stride=padded, b_stride=padded)
+    b_stride = None if isinstance(dtype, str) else padded
+    supported, reason = supports(max_m, n, k, dtype=dtype, a_stride=padded, b_stride=b_stride)
     if not supported or not min(sizes):
         reason = "sizes must be positive" if supported else reason
         raise ValueError(f"shape (n={n}, k={k}, max_m={max_m}): {reason}")

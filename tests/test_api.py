@@ -205,6 +205,14 @@ def test_plan_sees_weights_written_in_place():
         ((256, 7, 5), {"grouping": "k_offs", "groups": 3, "out_dtype": torch.float16}, "out must be torch.float32"),
         ((256, 7, 5), {"grouping": "k_offs", "dtype": torch.bfloat16}, "operands are torch.bfloat16"),
         ((256, 7, 5), {"grouping": "rows"}, "grouping is 'rows'"),
+        ((5, 32, 112), {"dtype": "mxfp4"}, None),
+        ((5, 32, 112), {"dtype": "nvfp4", "grouping": "offs", "groups": 3}, None),
+        ((5, 32, 112), {"dtype": "int4", "grouping": "counts", "groups": 3, "out_dtype": torch.float32}, None),
+        ((5, 30, 112), {"dtype": "mxfp4"}, "a weight has 30 rows; they are packed by 16"),
+        ((5, 32, 100), {"dtype": "int4"}, "a's row stride must be a multiple of 16 bytes"),
+        ((5, 32, 112), {"dtype": "int4", "b_stride": 112}, "b_stride is 112; a packed weight is contiguous"),
+        ((5, 32, 112), {"dtype": "nvfp4", "grouping": "k_offs"}, "operands are nvfp4; fp8_grouped_wgrad takes"),
+        ((5, 32, 112), {"dtype": "fp4"}, "operands are fp4; supported is"),
     ],
 )
 def test_supports(sizes, keywords, reason):

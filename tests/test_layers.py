@@ -90,7 +90,7 @@ MAY_IMPORT = {
     "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params", "unpack"},
     "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
     "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
-    "api": CALL | {"cast", "checks", "dense", "finishes", "grouped", "operation", "options", "wgrad"},
+    "api": CALL | {"cast", "checks", "dense", "finishes", "grouped", "operation", "options", "packed", "wgrad"},
     "linear": {
         "_launcher",
         "both",
