@@ -202,10 +202,10 @@ class PackedExperts(_Layer):
         rows, offs, index = experts.sort_by_expert(chosen, self.gate_up.shape[0])
         a, a_scale = quantize.per_token_cast_to_fp8(x, rows=rows, offs=offs)
         y = grouped.packed_grouped_gemm(a, a_scale, self.gate_up, self.gate_up_scale, offs)
-        y = _with_bias(y, self.gate_up_bias, offs)
+        y = with_bias(y, self.gate_up_bias, offs)
         h, h_scale = experts.silu_mul_cast_to_fp8(y, offs=offs, **self.gating)
         y = grouped.packed_grouped_gemm(h, h_scale, self.down, self.down_scale, offs)
-        y = _with_bias(y, self.down_bias, offs)
+        y = with_bias(y, self.down_bias, offs)
         shares = shares if shares.dtype in (torch.float32, torch.bfloat16) else shares.float()
         return experts.combine(y, shares, index).to(x.dtype)
 
@@ -258,8 +258,8 @@ def _check_experts(layer: PackedExperts) -> None:
     packed.name_of(layer.down, layer.gate_up.shape[1] // 2)
 
 
-def _with_bias(y: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor) -> torch.Tensor:
-    """The same with each row's expert's bias; rows of no expert have whatever they had."""
+def with_bias(y: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor) -> torch.Tensor:
+    """`y` [rows, n] with each row's expert's bias [g, n], added in place; rows of no expert get any."""
     if bias is None:
         return y
     expert = torch.searchsorted(offs, torch.arange(len(y), device=y.device, dtype=offs.dtype), right=True)

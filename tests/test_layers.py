@@ -115,7 +115,7 @@ MAY_IMPORT = {
     | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
-    | {"options", "quantize", "replaceable", "tensors", "train"},
+    | {"kinds", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
     "compat": CALL
     | {
         "codegen",
@@ -177,6 +177,7 @@ WITH_TORCH = {
     "integrations.transformers_weights",
     "integrations.vllm_experts",
     "integrations.vllm_linear",
+    "integrations.vllm_mxfp4",
     "integrations.vllm_passes",
     "launches",
     "linear",
@@ -238,7 +239,7 @@ ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
 OTHERS_PACKAGES = {"sglang", "transformers", "vllm"}
 """Imported by the functions that need them alone: deep_tile does without."""
 
-WITHIN_VLLM = {"integrations.vllm_experts", "integrations.vllm_linear", "integrations.vllm_passes"}
+WITHIN_VLLM = {f"integrations.vllm_{name}" for name in ("experts", "linear", "mxfp4", "passes")}
 """Of classes that derive from vLLM's: imported once its plugin has been called."""
 
 
