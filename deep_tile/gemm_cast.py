@@ -6,13 +6,15 @@ when a BF16 GEMM plus a cast is faster. Invariant: the result equals `fp8_gemm` 
 bit if both are batch invariant.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import checks, dense, finishes, launches, params, plan, quantize, tensors
+from deep_tile import cast, checks, dense, finishes, launches, params, plan, quantize, tensors
+from deep_tile.codegen import StreamingKernel
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import QUANTIZED
+from deep_tile.kinds import QUANTIZED, Kind
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
@@ -106,6 +108,18 @@ class ProductCast(dense.Dense):
     def product(self, given: Given) -> Given:
         """Tensors for the BF16 `fp8_gemm`."""
         return *given[:4], None, given[6]
+
+    def results(self, kind: Kind) -> tuple[torch.dtype, ...]:
+        return (quantize.FP8_DTYPE,)
+
+    def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
+        return (*asked.operands(), None, None, None), Options()
+
+    def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
+        return {*plan.cast_configs_for(of_all, max_m)}
+
+    def casts(self, kind: Kind) -> list[StreamingKernel]:
+        return cast.all_kernels()
 
     def shape(self, given: Given, options: Options) -> tuple[int, int]:
         return given[0].shape[0], finishes.out_columns(given[2].shape[0], options.activation)

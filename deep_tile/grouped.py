@@ -6,6 +6,7 @@ invalid bounds never cause out-of-bounds access.
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import fp8_gemm_reference, grouped_reference
+from deep_tile.select.choose import LEAST_UNPACKED
 
 MAX_TILES = 2**31 - 1
 
@@ -41,6 +43,7 @@ class Grouped(Product):
     dimensions."""
 
     Options = Options
+    groupings = ("offs", "counts")
 
     def options_of(self, given: Given, keywords: dict) -> Options:
         return Options("counts" if given[0].dim() == 3 else "offs", **keywords)
@@ -51,6 +54,12 @@ class Grouped(Product):
     def result(self, given: Given, options: Options) -> tuple[tuple[int, ...], torch.dtype]:
         a, b = self.matrices(given)
         return (*a.shape[:-1], b.shape[1]), self.dtype_of_out(options, a)
+
+    def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
+        groups = (asked.groups,)
+        operands = asked.operands(groups if asked.grouping == "counts" else (), groups)
+        bounds = torch.empty(groups, dtype=torch.int32, device="meta")
+        return (*operands, bounds, None), Options(asked.grouping, out_dtype=asked.out_dtype)
 
     def scaling(self, operands: Given, known: list[str]) -> str:
         """The scaling, by scale shapes. Shapes that fit both blocks and rows count as rows."""
@@ -200,6 +209,12 @@ class PackedGrouped(unpack.Unpacking, Grouped):
     def in_fp8(self, kind: Kind) -> Grouped:
         return FP8_GROUPED_GEMM
 
+    def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
+        configs = super().configs(of_all, max_m, layouts)
+        if of_all.product.scaling == "blocks" and max_m >= LEAST_UNPACKED:
+            configs |= super().configs(of_all._replace(kind="fp8"), max_m, layouts)
+        return configs
+
 
 def fp8_grouped_gemm(
     a: torch.Tensor,
@@ -245,11 +260,7 @@ def fp8_grouped_gemm(
         num_sms, pdl: as for `fp8_gemm`.
         batch_invariant: as for `fp8_gemm`. Grouped results never depend on other rows, so it changes nothing.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
 
     The method is `fp8_gemm`'s; offsets follow `torch.nn.functional.scaled_grouped_mm`.
     """
@@ -290,11 +301,7 @@ def grouped_gemm(
         out_dtype: dtype of `out`: by default `out`'s, or `a`'s, or int32 for INT8.
         offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, b, bounds, out)
@@ -342,11 +349,7 @@ def scaled_grouped_gemm(
         offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
         fast_accum: as for `scaled_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)
@@ -384,11 +387,7 @@ def packed_grouped_gemm(
         config: as there; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)

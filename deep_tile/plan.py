@@ -32,23 +32,9 @@ def cast_config_for(problem: GemmProblem) -> GemmConfig | None:
     return choose.choose_cast(problem, tuned.configs(problem.num_sms))
 
 
-def configs_for(
-    n: int,
-    k: int,
-    max_m: int,
-    num_sms: int,
-    tma_store: bool = True,
-    split_k: bool = True,
-    kind: str = "fp8",
-    output: str = "bf16",
-    accumulate: bool = False,
-    bias: str = "none",
-    activation: str = "none",
-    layout: str = "nt",
-) -> list[GemmConfig]:
-    """Every config that `config_for` gives some m in [1, max_m]."""
-    what = (kind, output, accumulate, bias, activation, layout)
-    return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, tuned.configs(num_sms), *what)
+def configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
+    """Every config that `config_for` gives problems like `of_all` for some m in [1, max_m]."""
+    return choose.configs_for(of_all, max_m, tuned.configs(of_all.num_sms))
 
 
 def cast_configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:

@@ -13,18 +13,17 @@ bit for bit, where no part of K is summed apart. A round depends on the seed, `-
 Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
 
-import argparse
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, cycle, product
 from random import Random
 from typing import Any, NamedTuple
 
+import campaign
 import torch
-from campaign import Ledger, Report, Watch, fuzz, load_kernels, on_gpu, parser
+from campaign import fuzz, fuzz_parser, on_gpu
 from formats import NAMES_OF_PACKED, draw, fp8_product, spread
 from helpers import (
     ACCUMULATION,
@@ -79,8 +78,6 @@ SUMS = {
     for kind in ("fp8", "fp8_1x128")
 }
 """Kernels of FP8 weights, which those of packed ones are compared with."""
-
-_COUNTS = {"under_way": 6, "unsettled": 256}
 
 Found = tuple[str, dict[str, Any]]
 """What was drawn, and what is wrong about it, on the device."""
@@ -345,37 +342,32 @@ def draw_kernels(random: Random, each: int) -> dict[str, list[GemmConfig]]:
     return found
 
 
-class Fuzzer:
-    """Rounds of a seed: see the module's description."""
-
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self._kernels = draw_kernels(Random(f"{self._seed}:kernels"), arguments.configs)
-        self._workers = arguments.workers
-        self.ledger = Ledger(Watch(self._device), report, **_COUNTS)
-        self.calls: Counter[str] = Counter()
+class Fuzzer(campaign.Fuzzer):
+    UNDER_WAY, UNSETTLED = 6, 256
 
     def load(self) -> None:
         """The kernels drawn, and those that the selector chooses for everything else."""
-        configs = [*SUMS.values(), *chain.from_iterable(self._kernels.values())]
-        for name, text in load_kernels(configs, self._device, self._workers).items():
-            self._report.find("not compiled", config=name, error=text[-600:])
-        if on_gpu(self._device):
+        self._kernels = draw_kernels(Random(f"{self.seed}:kernels"), self.arguments.configs)
+        self.load_kernels([*SUMS.values(), *chain.from_iterable(self._kernels.values())])
+        if on_gpu(self.device):
             for shapes, keywords in chosen():
-                deep_tile.precompile(shapes, batch_invariant=True, workers=self._workers, **keywords)
+                deep_tile.precompile(shapes, batch_invariant=True, workers=self.arguments.workers, **keywords)
 
     def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
+        """Many calls with one weight; a refusal of one is a finding."""
+        random = Random(f"{self.seed}:{number}")
         torch.manual_seed(random.randrange(2**31))
         checks: list[Callable[..., Iterator[Found]]]
         checks = [check_shards, partial(check_packed, kernels=self._kernels), check_format]
         check = random.choices(checks, (SHARDS_SHARE, PACKED_SHARE, 1))[0]
+        self.drawn = ""
         try:
-            for drawn, found in check(random, self._device):
+            for drawn, found in check(random, self.device):
+                self.drawn = drawn
                 self.ledger.add(number, drawn, {kind: count.long() for kind, count in found.items()})
                 self.calls[drawn.split()[0]] += 1
         except (TypeError, ValueError) as error:
-            self._report.find("refused", round=number, error=str(error))
+            self.report.find("refused", round=number, error=str(error), draw=self.drawn)
         self.ledger.end_round()
 
     def counts(self) -> dict[str, Any]:
@@ -397,7 +389,7 @@ def chosen() -> Iterator[tuple[list[tuple[int, int, int]], dict[str, Any]]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
+    options = fuzz_parser(__doc__)
     options.add_argument("--configs", type=int, default=16, help="of each kind of 4 bits (default: %(default)s)")
     return fuzz(Fuzzer, "fuzz of formats", options, arguments)
 

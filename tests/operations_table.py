@@ -10,9 +10,10 @@ import inspect
 from pathlib import Path
 
 import deep_tile
-from deep_tile.dense import Differentiable
+from deep_tile.dense import Differentiable, Product
 from deep_tile.discovery import OPS
-from deep_tile.operation import OPERATIONS
+from deep_tile.gemm_cast import ProductCast
+from deep_tile.operation import OPERATIONS, Operation
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
 BEGIN, END = "<!-- made by tests/operations_table.py -->", "<!-- end -->"
@@ -29,14 +30,19 @@ FUNCTIONS = (
     *("transpose_fp8", "silu_mul_cast_to_fp8", "combine", "sort_by_expert"),
 )
 
-WITHOUT_SIZES = {
-    "prepare": ("fp8_gemm",),
-    "precompile": (*FUNCTIONS[:11],),
-    "supports": (*FUNCTIONS[:4], *FUNCTIONS[7:11]),
-    "explain": (*FUNCTIONS[:5], *FUNCTIONS[7:11]),
-    "tune": (*FUNCTIONS[:5], *FUNCTIONS[7:11]),
+
+def has_one_config(each: Operation) -> bool:
+    return isinstance(each, Product) and not isinstance(each, ProductCast)
+
+
+BEFORE_CALLS = {
+    "prepare": lambda each: each.name == "fp8_gemm",
+    "precompile": lambda each: bool(each.groupings),
+    "supports": lambda each: bool(each.groupings),
+    "explain": has_one_config,
+    "tune": has_one_config,
 }
-"""What is asked with sizes alone, or before calls, and which operations it knows."""
+"""What is asked with sizes alone, or before calls, and of which operations."""
 
 
 def gradient(name: str) -> str:
@@ -49,13 +55,13 @@ def gradient(name: str) -> str:
 def table() -> str:
     for module in {*OPS.values()}:
         __import__(f"deep_tile.{module}")
-    columns = (*KEYWORDS, *WITHOUT_SIZES)
+    columns = (*KEYWORDS, *BEFORE_CALLS)
     lines = ["| | " + " | ".join((*(f"`{name}`" for name in columns), "gradient")) + " |"]
     lines.append("|" + " --- |" * (len(columns) + 2))
     for name in FUNCTIONS:
         takes = inspect.signature(getattr(deep_tile, name)).parameters
         cells = ["yes" if column in takes else "" for column in KEYWORDS]
-        cells += ["yes" if name in known else "" for known in WITHOUT_SIZES.values()]
+        cells += ["yes" if name in OPERATIONS and knows(OPERATIONS[name]) else "" for knows in BEFORE_CALLS.values()]
         lines.append("| " + " | ".join((f"`{name}`", *cells, gradient(name))) + " |")
     return "\n".join(lines)
 

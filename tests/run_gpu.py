@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python tests/run_gpu.py [--out FILE] [--skip-sanitizers] [--parts tests fuzz ...]
 
-Runs `pytest -m gpu`, short runs of the fuzzers and of stress.py, then sanitize.py under each tool of compute-sanitizer
-where that is installed, and writes versions, counts and durations as JSON. Ends with a status other than 0 unless every
-part that ran was clean.
+Runs `pytest -m gpu`, a short run of all fuzzers and one of stress.py, then sanitize.py under each tool of
+compute-sanitizer where that is installed, and writes versions, counts and durations as JSON. Ends with a status other
+than 0 unless every part that ran was clean.
 """
 
 import argparse
@@ -28,10 +28,7 @@ REPORT = ROOT / "benchmarks" / "results" / "gpu_tests.json"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TOOL_SECONDS = 900
 DRIVERS = {
-    "fuzz": ("fuzz_gpu.py", "--seconds", "60"),
-    "fuzz of groups": ("fuzz_groups.py", "--seconds", "40"),
-    "fuzz of kinds": ("fuzz_kinds.py", "--seconds", "60"),
-    "fuzz of casts": ("fuzz_casts.py", "--seconds", "60"),
+    "fuzz": ("fuzz_all.py", "--seconds", "240"),
     "stress": ("stress.py", "--seconds", "60"),
 }
 DRIVER_SECONDS = 540
@@ -39,7 +36,7 @@ PARTS = ("tests", *DRIVERS, *TOOLS)
 
 COUNTS = (
     *("seed", "products", "calls_that_copy", "calls", "configs", "wrong", "hangs"),
-    *("scenarios", "seconds", "found", "findings"),
+    *("fuzzers", "scenarios", "seconds", "found", "findings"),
 )
 """What is kept of a driver's report."""
 

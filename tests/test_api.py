@@ -205,14 +205,37 @@ def test_plan_sees_weights_written_in_place():
         ((256, 7, 5), {"grouping": "k_offs", "groups": 3, "out_dtype": torch.float16}, "out must be torch.float32"),
         ((256, 7, 5), {"grouping": "k_offs", "dtype": torch.bfloat16}, "operands are torch.bfloat16"),
         ((256, 7, 5), {"grouping": "rows"}, "grouping is 'rows'"),
+        ((5, 16, 128), {"call": "fp8_gemm_cast"}, None),
+        ((5, 16, 100), {"call": "fp8_gemm_cast"}, "a's row stride must be a multiple of 16 bytes"),
+        ((5, 16, 128), {"call": "fp8_gemm_cast", "out_dtype": torch.bfloat16}, "out is torch.bfloat16; supported is"),
+        ((5, 16, 128), {"call": "fp8_gemm_cast", "dtype": torch.int8}, "operands are torch.int8; fp8_gemm_cast takes"),
+        ((5, 16, 100), {"call": "fp8_linear", "dtype": torch.bfloat16, "out_dtype": torch.float32}, None),
+        ((5, 16, 100), {"call": "fp8_linear", "dtype": torch.bfloat16, "b_stride": 100}, "b's row stride"),
+        ((5, 16, 100), {"call": "fp8_linear"}, "a's row stride"),
+        ((5, 16, 128), {"call": "fp8_linear"}, None),
+        ((5, 16, 128), {"call": "fp8_linear", "dtype": torch.int8}, "operands are torch.int8; fp8_linear takes"),
+        ((2**30, 16, 256), {"call": "fp8_linear", "dtype": torch.float16}, "a_scale's last element"),
+        ((64, 7, 5), {"call": "fp8_wgrad", "dtype": torch.float8_e5m2, "out_dtype": torch.float16}, None),
+        ((60, 7, 5), {"call": "fp8_wgrad"}, "dy's row stride must be a multiple of 16 bytes"),
+        ((5, 7, 128), {"call": "scaled_gemm", "dtype": torch.int8}, None),
+        ((96, 7, 128), {"call": "scaled_grouped_gemm", "grouping": "counts", "groups": 2}, None),
+        (
+            (5, 7, 128),
+            {"call": "grouped_gemm"},
+            "call is 'grouped_gemm'; with grouping 'none' pass one of fp8_gemm, gemm",
+        ),
+        ((5, 7, 128), {"call": "combine"}, "call is 'combine'"),
         ((5, 32, 112), {"dtype": "mxfp4"}, None),
         ((5, 32, 112), {"dtype": "nvfp4", "grouping": "offs", "groups": 3}, None),
         ((5, 32, 112), {"dtype": "int4", "grouping": "counts", "groups": 3, "out_dtype": torch.float32}, None),
+        ((5, 32, 112), {"dtype": "int4", "call": "packed_gemm"}, None),
+        ((5, 32, 112), {"dtype": "int4", "call": "fp8_gemm"}, "operands are int4; fp8_gemm takes torch.float8"),
         ((5, 30, 112), {"dtype": "mxfp4"}, "a weight has 30 rows; they are packed by 16"),
         ((5, 32, 100), {"dtype": "int4"}, "a's row stride must be a multiple of 16 bytes"),
         ((5, 32, 112), {"dtype": "int4", "b_stride": 112}, "b_stride is 112; a packed weight is contiguous"),
-        ((5, 32, 112), {"dtype": "nvfp4", "grouping": "k_offs"}, "operands are nvfp4; fp8_grouped_wgrad takes"),
+        ((5, 32, 112), {"dtype": "nvfp4", "grouping": "k_offs"}, "operands are nvfp4; grouping 'k_offs' takes"),
         ((5, 32, 112), {"dtype": "fp4"}, "operands are fp4; supported is"),
+        ((5, 32, 112), {"dtype": "blocks", "call": "fp8_gemm"}, "operands are blocks; fp8_gemm takes"),
     ],
 )
 def test_supports(sizes, keywords, reason):
@@ -256,6 +279,23 @@ def test_supports_and_fp8_gemm_agree_on_k():
         except ValueError:
             taken = False
         assert supports(2, 2, k)[0] == supports(2, 2, k, **strides)[0] == taken, k
+
+
+def test_supports_knows_every_call_with_sizes():
+    """A call is known by its description alone, and says the same as the call."""
+    x, w = torch.randn(3, 100), torch.randn(16, 100)
+    b, b_scale = deep_tile.quantize_weight(w)
+    assert supports(3, 16, 100, call="fp8_linear", dtype=torch.float32, b_stride=b.stride(0)) == (True, "supported")
+    assert deep_tile.fp8_linear(x, b, b_scale).shape == (3, 16)
+    a, a_scale = deep_tile.per_token_cast_to_fp8(x)
+    asked = {"a_stride": a.stride(0), "b_stride": b.stride(0), "call": "fp8_gemm_cast"}
+    assert supports(3, 16, 100, **asked) == (True, "supported")
+    assert deep_tile.fp8_gemm_cast(a, a_scale, b, b_scale)[0].shape == (3, 16)
+    loose = a.clone(memory_format=torch.contiguous_format).view(torch.uint8).contiguous().view(a.dtype)
+    seen = supports(3, 16, 100, **{**asked, "a_stride": loose.stride(0)})
+    with pytest.raises(ValueError) as refused:
+        deep_tile.fp8_gemm_cast(loose, a_scale, b, b_scale)
+    assert seen == (False, str(refused.value))
 
 
 def test_is_available_answers():
@@ -392,13 +432,13 @@ def test_precompile_of_several_shapes_is_their_union(quick_compiler):
 def test_precompile_heeds_num_sms(quick_compiler):
     result = precompile([(576, 7168, 128)], num_sms=1)
     assert all(config.cluster == 1 for config in result.configs)
-    assert set(result.configs) == set(configs_for(576, 7168, 128, 1))
+    assert set(result.configs) == set(configs_for(GemmProblem(1, 576, 7168, 1), 128))
 
 
 def test_precompile_batch_invariant(quick_compiler):
     """Without split K, which these shapes are given otherwise, and for the selector's every choice."""
     shape = (576, 7168, 128)
-    assert any(config.split_k > 1 for config in configs_for(*shape, 132))
+    assert any(config.split_k > 1 for config in configs_for(GemmProblem(1, *shape[:2]), 128))
     result = precompile([shape], batch_invariant=True)
     assert all(config.split_k == 1 for config in result.configs)
     chosen = {choose(GemmProblem(m, 576, 7168, 132, split_k=False)) for m in range(1, 129)}

@@ -5,7 +5,7 @@ import torch
 from helpers import Exact, GuardedOut, assert_accurate, exact_dense_product, make_product
 from test_grouped_kinds import DEVICES, Case, make_case
 
-from deep_tile.compat import deep_gemm
+from deep_tile.compat import deep_gemm, process
 
 ALIGNMENT = 128
 SIZES = [5, 0, 130, 64]
@@ -13,7 +13,7 @@ SIZES = [5, 0, 130, 64]
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    monkeypatch.setattr(deep_gemm, "_settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
     monkeypatch.setattr(deep_gemm, "_alignment", ALIGNMENT)
 
 

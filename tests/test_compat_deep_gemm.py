@@ -10,7 +10,7 @@ import torch
 from helpers import ACCUMULATION, Exact, GuardedOut, Operands, assert_accurate, exact_product, make_operands
 
 from deep_tile import per_token_cast_to_fp8
-from deep_tile.compat import deep_gemm
+from deep_tile.compat import deep_gemm, indexer, process
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -51,7 +51,7 @@ def installed():
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    monkeypatch.setattr(deep_gemm, "_settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
 
 
 def dense(operands: Operands) -> Operands:
@@ -303,6 +303,12 @@ def test_settings_of_the_process(monkeypatch):
     assert seen == [{"num_sms": 24, "pdl": True}] and (deep_gemm.get_num_sms(), deep_gemm.get_pdl()) == (24, True)
     with pytest.raises(TypeError, match="num_sms is 1.5"):
         deep_gemm.set_num_sms(1.5)
+    for name in ("mqa_logits", "paged_mqa_logits"):
+        monkeypatch.setattr(indexer.logits, name, lambda *operands, **options: seen.append(options))
+    q, keys, lists = torch.empty(1, 32, 64), (torch.empty(9, 64), torch.empty(9)), [torch.empty(1)] * 3
+    deep_gemm.fp8_mqa_logits(q, keys, *lists)
+    deep_gemm.fp8_paged_mqa_logits(q, keys[0], *lists, None, 64)
+    assert [(x["num_sms"], x["pdl"]) for x in seen[1:]] == [(24, True)] * 2
 
 
 def test_sizes():

@@ -7,14 +7,14 @@ import torch
 from helpers import GuardedOut, Operands, assert_accurate, exact_product, make_operands
 from test_grouped import DEVICES, SIZES, Case, make_case
 
-from deep_tile.compat import deep_gemm
+from deep_tile.compat import deep_gemm, process
 
 ALIGNMENT = 128
 
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    monkeypatch.setattr(deep_gemm, "_settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
     monkeypatch.setattr(deep_gemm, "_alignment", ALIGNMENT)
 
 

@@ -69,14 +69,15 @@ MAY_IMPORT = {
     "reference": {"config", "kinds", "quantize"},
     "finishes": {"kinds", "ops", "tensors"},
     "options": {"config", "finishes"},
-    "operation": {"_launcher", "launches", "ops", "options", "tensors"},
-    "checks": CALL | {"finishes"},
+    "operation": {"_launcher", "kinds", "launches", "ops", "options", "tensors"},
+    "checks": CALL | {"finishes", "packed"},
     "parts": {"_launcher", "cast", "codegen", "config", "kinds", "params"},
     "thin": {"_launcher", "cast", "checks", "config", "finishes", "jit", "launches", "operation", "ops", "options"}
     | {"params", "parts", "select", "tensors"},
     "unpack": {
         "_launcher",
         "cast",
+        "codegen",
         "config",
         "kinds",
         "launches",
@@ -86,11 +87,12 @@ MAY_IMPORT = {
         "quantize",
         "select",
     },
-    "dense": CALL | {"checks", "finishes", "operation", "packed", "params", "thin", "unpack"},
+    "dense": CALL | {"checks", "codegen", "finishes", "operation", "packed", "params", "thin", "unpack"},
     "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params", "unpack"},
     "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
-    "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
-    "api": CALL | {"cast", "checks", "dense", "finishes", "grouped", "operation", "options", "packed", "wgrad"},
+    "gemm_cast": CALL | {"cast", "checks", "codegen", "dense", "finishes", "operation", "params", "quantize"},
+    "api": CALL
+    | {"cast", "checks", "dense", "finishes", "gemm_cast", "grouped", "linear", "operation", "options", "wgrad"},
     "linear": {
         "_launcher",
         "both",
@@ -98,6 +100,7 @@ MAY_IMPORT = {
         "checks",
         "config",
         "dense",
+        "kinds",
         "launches",
         "operation",
         "ops",
@@ -118,6 +121,7 @@ MAY_IMPORT = {
     | {"kinds", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
     "compat": CALL
     | {
+        "checks",
         "codegen",
         "logits",
         "api",
@@ -157,6 +161,7 @@ WITH_TORCH = {
     "compat.deep_gemm",
     "compat.indexer",
     "compat.layouts",
+    "compat.process",
     "compat.scales",
     "dense",
     "distributed",

@@ -15,7 +15,7 @@ import torch
 from helpers import ACCUMULATION, Exact, Operands, assert_accurate, exact_product
 
 from deep_tile import fp8_grouped_wgrad
-from deep_tile.compat import deep_gemm
+from deep_tile.compat import deep_gemm, process
 from deep_tile.config import SCALE_BLOCK, round_up
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
@@ -78,7 +78,7 @@ def random():
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(deep_gemm, "_settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
     monkeypatch.setattr(deep_gemm, "_alignment", SCALE_BLOCK)
 
 

@@ -185,12 +185,13 @@ def test_choice_is_that_of_its_bucket(problem):
 def test_configs_for_are_those_that_some_m_is_given(n, k, max_m, num_sms, tma_store, what):
     """Whether or not their choices are remembered: those of many m are made at once. Of an `a` along m an m has no room
     for TMA's rows but in multiples of 8."""
+    of_all = GemmProblem(1, n, k, num_sms, tma_store, **what)
     choose_bucket.cache_clear()
-    made = configs_for(n, k, max_m, num_sms, tma_store, **what)
+    made = configs_for(of_all, max_m)
     choose_bucket.cache_clear()
     chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store, **what)) for m in range(1, max_m + 1)}
-    assert set(made) == chosen and made == configs_for(n, k, max_m, num_sms, tma_store, **what)
-    covering = configs_for(n, k, max_m, num_sms, tma_store, **what)
+    assert set(made) == chosen and made == configs_for(of_all, max_m)
+    covering = configs_for(of_all, max_m)
     assert len(covering) == len(set(covering))
     # The last bucket reaches beyond max_m, but is one choice.
     assert set(covering) == chosen
@@ -203,7 +204,7 @@ def test_choices_of_many_m_are_made_at_once(monkeypatch, kind):
     estimate = choosing.estimate
     monkeypatch.setattr(choosing, "estimate", lambda *given: estimated.append(given) or estimate(*given))
     choose_bucket.cache_clear()
-    configs_for(12_288, 4_096, 8_192, 132, kind=kind)
+    configs_for(GemmProblem(1, 12_288, 4_096, kind=kind), 8_192)
     choose_bucket.cache_clear()
     assert len({problem.m for _, problem, _ in estimated}) < 40 and not choosing._foreseen
 

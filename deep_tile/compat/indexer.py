@@ -8,6 +8,7 @@ import torch
 
 from deep_tile import logits
 from deep_tile.codegen import LOGITS_TILE
+from deep_tile.compat import process
 from deep_tile.config import as_int
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
@@ -42,19 +43,32 @@ def fp8_fp4_mqa_logits(
     weights: torch.Tensor,
     cu_seq_len_k_start: torch.Tensor,
     cu_seq_len_k_end: torch.Tensor,
-    clean_logits: bool = True,
-    max_seqlen_k: int = 0,
+    clean_logits: bool | int = True,
+    max_seqlen_k: int | None = 0,
     logits_dtype: torch.dtype = torch.float32,
     schedule_meta: None = None,
 ) -> torch.Tensor:
-    """`fp8_mqa_logits` for (q, None), with logits in float32 or bfloat16. `schedule_meta` is Blackwell's: only None."""
-    _refuse(schedule_meta=schedule_meta)
+    """`fp8_mqa_logits` for (q, None), with logits in float32 or bfloat16.
+
+    DeepGEMM 2.8 has `max_seqlen_k` and `schedule_meta` in the sixth and seventh place: an int there is the width of
+    compressed logits, which are not cleaned. `schedule_meta` is Blackwell's: only None.
+    """
     keys, scale = _pair("kv", kv)
+    if as_int(clean_logits) is not None:
+        given = max_seqlen_k if isinstance(max_seqlen_k, torch.Tensor) else schedule_meta
+        clean_logits, columns, schedule_meta = False, clean_logits, given
+    else:
+        columns = max_seqlen_k or None
+    _refuse(schedule_meta=schedule_meta)
+    queries = _queries(q)
+    if columns == 0:
+        return weights.new_empty(len(queries), 0, dtype=logits_dtype)
     return logits.mqa_logits(
-        *(_queries(q), keys, scale, weights, cu_seq_len_k_start, cu_seq_len_k_end),
+        *(queries, keys, scale, weights, cu_seq_len_k_start, cu_seq_len_k_end),
         clean=clean_logits,
-        columns=max_seqlen_k or None,
+        columns=columns,
         out_dtype=logits_dtype,
+        **process.settings,
     )
 
 
@@ -93,17 +107,23 @@ def fp8_fp4_paged_mqa_logits(
     block_table: torch.Tensor,
     schedule_meta: torch.Tensor | None,
     max_context_len: int,
-    clean_logits: bool = False,
+    clean_logits: bool | None = False,
     logits_dtype: torch.dtype = torch.float32,
     indices: None = None,
 ) -> torch.Tensor:
-    """`fp8_paged_mqa_logits` for (q, None), with logits in float32 or bfloat16."""
+    """`fp8_paged_mqa_logits` for (q, None), with logits in float32 or bfloat16.
+
+    DeepGEMM 2.8 has `indices` in the place of `clean_logits`; they are Blackwell's: only None.
+    """
+    if not isinstance(clean_logits, bool):
+        clean_logits, indices = False, indices if clean_logits is None else clean_logits
     _refuse(indices=indices)
     return logits.paged_mqa_logits(
         *(_queries(q), kv_cache, weights, context_lens, block_table),
         clean=clean_logits,
         columns=max_context_len,
         out_dtype=logits_dtype,
+        **process.settings,
     )
 
 

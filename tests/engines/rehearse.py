@@ -193,7 +193,9 @@ def check_vllm(folder: Path, name: str) -> list[str]:
         failures += [
             f"{kind}: {what} is {found[what]}" for what in found if what[:5] == "error" and found[what] > MOST_ERROR
         ]
-    return failures
+    found, _ = run(folder, name, "in_vllm_indexer.py")
+    print(name, "indexer", found, flush=True)
+    return failures + [f"indexer: {part} chooses other keys" for part, right in found.items() if not right]
 
 
 def check_sglang(folder: Path, name: str) -> list[str]:
