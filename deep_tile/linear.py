@@ -344,10 +344,8 @@ class Linear(Operation):
 @lru_cache(maxsize=4096)
 def _product_layout(x_shape: tuple[int, ...], n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Dense shape and strides of the result for this input shape."""
-    shape, strides = (*x_shape[:-1], n), [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * max(size, 1))
-    return shape, tuple(strides)
+    shape = (*x_shape[:-1], n)
+    return shape, tensors.dense_strides(shape)
 
 
 class _Parts(NamedTuple):
