@@ -8,7 +8,8 @@ scales the smallest, and the report that of float64. Or it is a weight in blocks
 each rank's columns must be the whole product's, bit for bit. Or it is packed: it must come back as it was, and be the
 FP8 weight that it stands for; then come many products with it, by kernels drawn for each kind, dense with every finish
 or of groups, into parts of larger tensors. They must be within rounding of float64's, and the same as the FP8 weight's,
-bit for bit, where no part of K is summed apart. A round depends on the seed, `--configs` and its number alone.
+bit for bit, where nothing is added and no part of K is summed apart. A round depends on the seed, `--configs` and its
+number alone.
 
 Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
@@ -166,9 +167,9 @@ class Weight(NamedTuple):
     sums: torch.Tensor
     exact: Exact
 
-    def has_bits(self, dtype: torch.dtype, bias: torch.Tensor | None) -> bool:
-        """Whether sums, a bias, and rounding give a result's bits. Definitions, which sum in float64, round once."""
-        return self.sums.is_cuda or (dtype == torch.float32 and bias is None)
+    def has_bits(self, dtype: torch.dtype) -> bool:
+        """Whether rounding sums gives a result's bits. Definitions, which sum in float64, round once."""
+        return self.sums.is_cuda or dtype == torch.float32
 
 
 def check_packed(random: Random, device: str, kernels: dict[str, list[GemmConfig]]) -> Iterator[Found]:
@@ -253,9 +254,8 @@ def _check_matrix(random: Random, of: Weight, config: GemmConfig) -> Found:
     keywords = {"activation": activation, "accumulate": config.accumulate, "config": config}
     deep_tile.packed_gemm(of.a[rows], of.a_scale[rows], *of.b, guarded.out, bias, **keywords)
     found = {"values": are_off(guarded.out, wanted.exact, ACCUMULATION).sum()}
-    if config.split_k == 1 and activation is None and not config.accumulate and of.has_bits(dtype, bias):
-        sums = of.sums[rows, 0]
-        found["product"] = different(guarded.out, (sums if bias is None else sums + bias.float()).to(dtype))
+    if config.split_k == 1 and not config.is_finished and not config.accumulate and of.has_bits(dtype):
+        found["product"] = different(guarded.out, of.sums[rows, 0].to(dtype))
     return f"rows {first} to {first + m}", found | {"guards": guarded.count_written_outside()}
 
 
@@ -282,7 +282,7 @@ def _check_groups(random: Random, of: Weight, config: GemmConfig) -> Found:
         "values": (are_off(guarded.out, Exact(value, size), ACCUMULATION) & alive).sum(),
         "dead": ((guarded.out.view(_words(guarded.out)) != -1) & ~alive).sum(),
     }
-    if of.has_bits(guarded.out.dtype, None):
+    if of.has_bits(guarded.out.dtype):
         wanted = torch.where(alive, sums.to(guarded.out.dtype), guarded.out)
         found["product"] = different(guarded.out, wanted)
     text = f"{config.grouping} {bounds} of {each} by {alignment}"
