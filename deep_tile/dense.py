@@ -105,9 +105,10 @@ class Product(Operation):
     def readable(self, given: Given) -> Given:
         return *tensors.with_float32_scales(given[: self.count]), *given[self.count :]
 
-    def kind_for(self, dtype: torch.dtype, usual: Kind | None) -> Kind | None:
-        known = [kind for (_, a, b), kind in self.kinds.items() if a == b == dtype]
-        return usual if usual in known else next(iter(known), None)
+    def kind_for(self, dtype: torch.dtype | str, usual: Kind | None) -> Kind | None:
+        if usual in self.kinds.values():
+            return usual
+        return next((kind for (_, a, b), kind in self.kinds.items() if a == b == dtype), None)
 
     def results(self, kind: Kind) -> tuple[torch.dtype, ...]:
         return finishes.of_kind(kind)

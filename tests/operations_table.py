@@ -1,4 +1,4 @@
-"""docs/operations.md: what each operation takes, from its function's signature and its description.
+"""Generate docs/operations.md, the table of each operation's arguments, from signatures and descriptions.
 
     python tests/operations_table.py --update
 
@@ -42,7 +42,7 @@ BEFORE_CALLS = {
     "explain": is_one_product,
     "tune": is_one_product,
 }
-"""What is asked with sizes alone, or before calls, and of which operations."""
+"""Functions that are asked with sizes alone or before calls, and the operations that they know."""
 
 
 def operations() -> list[Operation]:
