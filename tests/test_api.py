@@ -225,6 +225,17 @@ def test_plan_sees_weights_written_in_place():
             "call is 'grouped_gemm'; with grouping 'none' pass one of fp8_gemm, gemm",
         ),
         ((5, 7, 128), {"call": "combine"}, "call is 'combine'"),
+        ((5, 32, 112), {"dtype": "mxfp4"}, None),
+        ((5, 32, 112), {"dtype": "nvfp4", "grouping": "offs", "groups": 3}, None),
+        ((5, 32, 112), {"dtype": "int4", "grouping": "counts", "groups": 3, "out_dtype": torch.float32}, None),
+        ((5, 32, 112), {"dtype": "int4", "call": "packed_gemm"}, None),
+        ((5, 32, 112), {"dtype": "int4", "call": "fp8_gemm"}, "operands are int4; fp8_gemm takes torch.float8"),
+        ((5, 30, 112), {"dtype": "mxfp4"}, "a weight has 30 rows; they are packed by 16"),
+        ((5, 32, 100), {"dtype": "int4"}, "a's row stride must be a multiple of 16 bytes"),
+        ((5, 32, 112), {"dtype": "int4", "b_stride": 112}, "b_stride is 112; a packed weight is contiguous"),
+        ((5, 32, 112), {"dtype": "nvfp4", "grouping": "k_offs"}, "operands are nvfp4; grouping 'k_offs' takes"),
+        ((5, 32, 112), {"dtype": "fp4"}, "operands are fp4; supported is"),
+        ((5, 32, 112), {"dtype": "blocks", "call": "fp8_gemm"}, "operands are blocks; fp8_gemm takes"),
     ],
 )
 def test_supports(sizes, keywords, reason):
