@@ -25,8 +25,8 @@ from deep_tile import (  # noqa: F401, which describe products
 from deep_tile.checks import MAX_SIZE, Sizes, current_gpu
 from deep_tile.config import GemmConfig, as_int, round_up
 from deep_tile.dense import FP8_GEMM, Options, Product
-from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
-from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUTS, PACKED, QUANTIZED, RAW, RESULTS, Kind
+from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names
+from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUTS, PACKED, QUANTIZED, RAW, RESULTS, USUAL, Kind, name_of
 from deep_tile.operation import OPERATIONS, error_of
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
@@ -37,10 +37,8 @@ _TMA_BYTES = tensors.ALIGNMENT_BYTES
 _PRECOMPILED = {**RESULT_NAMES, torch.float8_e4m3fn: QUANTIZED}
 """Results that `precompile` knows."""
 
-_KINDS_OF_DTYPES = {
-    torch_dtype(EVERY_KIND[name].a): EVERY_KIND[name] for name in ("fp8", "bf16", "fp16", "int8", "fp8_rows_e5m2_e5m2")
-}
-"""Kinds by operand dtype, for `supports`."""
+_DTYPES = {EVERY_KIND[name]: getattr(torch, dtype) for dtype, name in USUAL.items() if name in EVERY_KIND}
+"""Operand dtypes by their usual kind."""
 
 
 class Precompiled(NamedTuple):
@@ -199,8 +197,8 @@ def supports(
     Args:
         m, n, k: sizes in elements; scales are taken to be dense. For `fp8_wgrad`: weights [n, k], m tokens.
         dtype: the operands': float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8; for `fp8_linear` that of `x`:
-            float8_e4m3fn if it is quantised, or bfloat16, float16 or float32. "mxfp4", "nvfp4" or "int4" for a packed
-            weight and float8_e4m3fn activations.
+            float8_e4m3fn if it is quantised, or bfloat16, float16 or float32. Or a kind's name, as for `precompile`:
+            "mxfp4", "nvfp4" or "int4" for a packed weight and float8_e4m3fn activations.
         out_dtype: the result's: bfloat16, float16 or float32, or int32 for INT8 in `gemm`, float8_e4m3fn for
             `fp8_gemm_cast`; the call's default when None.
         a_stride, b_stride: row strides in elements (k strides for M- and N-major operands); None: contiguous.
@@ -229,6 +227,8 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
             raise ValueError(f"{name}_stride is {stride!r}; strides are ints, in elements, up to {MAX_SIZE}")
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; groupings are {', '.join(GROUPINGS)}")
+    if isinstance(dtype, str):
+        dtype = _DTYPES.get(_kind_of(dtype, out_dtype), dtype)
     operation, kind = _asked(call, dtype, out_dtype, grouping)
     checks.refuse(layout_problem(layout, kind))
     results = operation.results(kind)
@@ -246,7 +246,7 @@ def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | 
             raise ValueError(f"call is {call!r}; with grouping {grouping!r} pass one of {', '.join(products)}")
         products = {call: products[call]}
     elif usual is None:
-        raise ValueError(f"operands are {dtype}; supported is {' or '.join(map(str, (*_KINDS_OF_DTYPES, *PACKED)))}")
+        raise ValueError(f"operands are {dtype}; supported is {' or '.join(map(str, (*_DTYPES.values(), *PACKED)))}")
     found = [(each, each.kind_for(dtype, usual)) for each in products.values()]
     found = [(each, kind) for each, kind in found if kind is not None]
     if not found:
@@ -263,10 +263,11 @@ def product_for(kind: Kind, grouping: str = "none", out_dtype: torch.dtype | Non
 
 
 def _kind_of(dtype: torch.dtype | str, out_dtype: torch.dtype | None) -> Kind | None:
-    """The usual kind for operands of a dtype, or for a weight of a format of 4 bits."""
-    if (dtype, out_dtype) == (torch.int8, torch.int32):
+    """The kind with this name, or the usual one for operands of a dtype."""
+    if dtype is torch.int8 and out_dtype is torch.int32:
         return EVERY_KIND["int8_unscaled"]
-    return PACKED.get(dtype) or _KINDS_OF_DTYPES.get(dtype)
+    name = name_of(dtype)
+    return EVERY_KIND.get(name) if isinstance(name, str) else None
 
 
 def layout_problem(layout: object, kind: Kind) -> str | None:
@@ -326,14 +327,10 @@ def precompile(
             grouping, kind or layout.
         jit.CompileError: a kernel does not compile.
     """
-    if isinstance(kind, torch.dtype):
-        if kind not in _KINDS_OF_DTYPES:
-            raise ValueError(f"kind is {kind}; operands are {names(_KINDS_OF_DTYPES)}: pass one of these, or a name")
-        kind = _kind_of(kind, out_dtype).name
-    if not isinstance(kind, str) or kind not in EVERY_KIND:
+    product = _kind_of(kind, out_dtype)
+    if product is None:
         raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or one of {', '.join(EVERY_KIND)}")
-    product = EVERY_KIND[kind]
-    dtype = kind if product.packing else torch_dtype(product.a)
+    kind, dtype = product.name, product.name if product.packing else finishes.torch_dtype(product.a)
     weights = [_checked_weight(shape, dtype) for shape in _as_list(shapes)]
     if out_dtype not in (None, *_PRECOMPILED):
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")

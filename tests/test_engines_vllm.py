@@ -915,6 +915,14 @@ def test_experts_of_mxfp4_multiply(vllm, device, activation, biased):
     assert relative_error(run_experts(experts, x, w1, w2, shares, ids, activation=activation), wanted) < 0.08
 
 
+def test_weights_that_cannot_be_packed_are_refused_with_the_remedy(vllm):
+    layer, given, _ = mxfp4_layer(MoEActivation.SILU, False, "cpu")
+    given["w13_weight_scale"][0, 0] = 200
+    with pytest.raises(ValueError, match=r"max_error.*--moe-backend marlin"):
+        backend, _ = methods(vllm).select_mxfp4_moe_backend(moe_config())
+        methods(vllm).convert_weight_to_mxfp4_moe_kernel_format(mxfp4_backend=backend, layer=layer, **given)
+
+
 def test_a_release_with_other_functions_has_block_fp8_served(vllm, monkeypatch, caplog):
     monkeypatch.delattr(sys.modules[METHODS], "select_deepseek_v4_mxfp4_moe_backend")
     plugin.register()

@@ -2,8 +2,8 @@
 their weights packed.
 
 Called by vllm.py beside it. vLLM's two methods for such weights choose a backend, convert weights for it, and make its
-experts; their functions for the first two are wrapped where these methods find them. Invariant: other users of these
-functions (Quark, INC, compressed-tensors) and backends asked for by name are left alone.
+experts; their functions for the first two are wrapped where these methods find them. Invariant: other methods that use
+these functions (Quark's, INC's) and backends asked for by name are left alone.
 """
 
 import functools
@@ -85,13 +85,14 @@ def packed(
     """Weights, scales and biases as a method of vLLM keeps them, in the order in which it is given them.
 
     Raises:
-        ValueError: a row would change by more than `pack_weight` lets it.
+        ValueError: `pack_weight` refuses a weight, since a row would change too much.
     """
-    made = packed_layers.PackedExperts.from_codes(
-        *(w13_weight, w13_weight_scale, w2_weight, w2_weight_scale, w13_bias, w2_bias),
-        format="mxfp4",
-        interleaved=activation == MoEActivation.SWIGLUOAI,
-    )
+    given = w13_weight, w13_weight_scale, w2_weight, w2_weight_scale, w13_bias, w2_bias
+    alternate = activation == MoEActivation.SWIGLUOAI
+    try:
+        made = packed_layers.PackedExperts.from_codes(*given, format="mxfp4", interleaved=alternate)
+    except ValueError as error:
+        raise ValueError(f"{error}. With --moe-backend marlin vLLM's own kernels serve these experts") from error
     tensors = made.gate_up, made.down, made.gate_up_scale, made.down_scale, made.gate_up_bias, made.down_bias
     return tuple(None if x is None else x.data for x in tensors)
 
