@@ -74,6 +74,19 @@ def test_rows_of_their_own(run):
         assert (found["a_scale_group_stride"], found["b_scale_group_stride"]) == (14, 4)
 
 
+def test_constant_weights_and_bounds_are_read_early_for_one_tile_row_per_group(run):
+    code = """
+early = {"num_sms": None, "pdl": True, "constant_weights": True}
+for expected in (1, 8, 200): attempt(fp8_grouped_gemm, **rows | early, offs=offs, expected_rows=expected)
+attempt(fp8_grouped_gemm, **own | early, counts=torch.ones(3, dtype=torch.int32))
+attempt(fp8_grouped_gemm, **rows | {"constant_weights": True}, offs=offs)
+"""
+    shown, launched = run(code)
+    assert [launch.params["early_b"] for launch in launched] == [1, 1, 0, 1]
+    assert all("pdl 1" in launch.line for launch in launched)
+    assert shown[-1].startswith("ValueError constant_weights=True is for programmatic launches")
+
+
 @pytest.mark.parametrize(("option", "pdl"), [("", 0), (", pdl=True", 1)])
 def test_programmatic_launches_are_the_callers_choice(run, option, pdl):
     """By default, unless SMs are left to others, as they are here."""

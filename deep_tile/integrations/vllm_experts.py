@@ -165,7 +165,8 @@ class DeepTileExperts(_Experts):
     ) -> None:
         rows, offs, index = experts.sort_by_expert(_local(topk_ids, expert_map), w1.shape[0])
         everyone = w1.shape[0] if global_num_experts < 1 else global_num_experts
-        products = {"offs": offs, "expected_rows": _expected_rows(topk_ids.numel(), everyone)}
+        expected = _expected_rows(topk_ids.numel(), everyone)
+        products = {"offs": offs, "expected_rows": expected, "constant_weights": True}  # casts write no bounds
         if a1q_scale is None:
             a = quantize.per_token_cast_to_fp8(hidden_states, rows=rows, offs=offs, amax_floor=AMAX_FLOOR)
         else:  # torch does not gather FP8
@@ -236,7 +237,7 @@ class DeepTileBatchedExperts(_Experts):
         gate_up = _part(workspace13, (*hidden_states.shape[:2], w1.shape[1]))
         self._gate_up(hidden_states, a1q_scale, w1, gate_up, products)
         h = self._activate(gate_up, activation, counts=counts)
-        grouped.fp8_grouped_gemm(*h, w2, self.w2_scale, out=output, **products)
+        grouped.fp8_grouped_gemm(*h, w2, self.w2_scale, out=output, constant_weights=True, **products)
 
 
 EXPERTS = {"TRITON": DeepTileExperts, "BATCHED_TRITON": DeepTileBatchedExperts}

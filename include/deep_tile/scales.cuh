@@ -193,9 +193,11 @@ class RunReader : public ScaleReader<config> {
 };
 
 // Requests a scale warp's first stage early, like the operands, because scales take as long to arrive: 3 to 5 % for n =
-// 7168, k = 2048 (H200, 2026-11-21). Returns false if there is none.
+// 7168, k = 2048 (H200, 2026-11-21). Returns false if there is none, or if other warps, which wait for this one, have
+// bounds to read before the preceding kernel ends.
 template <GemmConfig config>
 __device__ __forceinline__ bool request_first_scales(const GemmParams& params, SharedStorage<config>& smem, int warp) {
+    if (reads_bounds_early<config>(params)) return false;
     KRange range = k_range<config>(params);
     ptx::griddepcontrol_wait();
     if (!config.by_k && warp >= min(config.stages, range.end - range.begin)) return false;
@@ -238,7 +240,8 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     KRange range = k_range<config>(params);
     int steps = range.end - range.begin;
     int step = in_runs ? warp * Runs::steps : warp;  // this warp's next step in the tile
-    int requested_steps = config.scale_warps;        // steps in the first tile, one per warp
+    // Steps in the first tile, one per warp.
+    int requested_steps = reads_bounds_early<config>(params) ? 0 : config.scale_warps;
     PipelineState<config.stages> state;
     state.advance(step);
     if (!in_runs && requested) {
@@ -249,6 +252,7 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     while (true) {
         const Tile<config> tile = tiles.next();
         if (!tile.valid) break;
+        if (reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();
         if constexpr (config.by_k) {
             range = tile_range(tile);
             steps = range.end - range.begin;
