@@ -399,7 +399,6 @@ def packed_grouped_gemm(
     num_sms: int | None = None,
     batch_invariant: bool = False,
     pdl: bool | None = None,
-    constant_weights: bool = False,
 ) -> torch.Tensor:
     """`fp8_grouped_gemm` with 4-bit weights, which the kernel converts to FP8.
 
@@ -410,7 +409,7 @@ def packed_grouped_gemm(
         b, b_scale: a `Packed` that `pack_weight` made from [g, n, k]; `b` contiguous, 16-byte aligned.
         offs, out, counts, alignment, expected_rows, out_dtype: as for `fp8_grouped_gemm`.
         config: as there; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
-        num_sms, batch_invariant, pdl: as for `fp8_gemm`; constant_weights as for `fp8_grouped_gemm`.
+        num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
     Returns:
         `out`.
@@ -421,7 +420,7 @@ def packed_grouped_gemm(
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)
     options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
-    options += (pdl, constant_weights, True)
+    options += (pdl, False, True)
     if is_traced():
         return PACKED_GROUPED_GEMM.trace(given, options)
     return PACKED_GROUPED_GEMM.run(given, options)
@@ -589,13 +588,14 @@ def check_out(out: torch.Tensor) -> None:
 
 
 _SCALED = "a a_scale b b_scale bounds? out!"
-_KEYWORDS = "alignment expected_rows out_dtype num_sms batch_invariant pdl constant_weights"
+_KEYWORDS = "alignment expected_rows out_dtype num_sms batch_invariant pdl"
+_EARLY = f"{_KEYWORDS} constant_weights"
 _OTHERS = dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_grouped_gemm")
 _ONE_DTYPE = "make both of one dtype"
 _GROUPED_MM = "call torch.nn.functional.grouped_mm"
 
 FP8_GROUPED_GEMM = Grouped(
-    *("fp8_grouped_gemm", _SCALED, _KEYWORDS, FP8_KINDS),
+    *("fp8_grouped_gemm", _SCALED, _EARLY, FP8_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("quantise with deep_tile.per_token_cast_to_fp8", _ONE_DTYPE),
     takers=_OTHERS,
@@ -603,7 +603,7 @@ FP8_GROUPED_GEMM = Grouped(
     to_train=_GROUPED_MM,
 )
 GROUPED_GEMM = Grouped(
-    *("grouped_gemm", "a b bounds? out!", _KEYWORDS, kinds_of("bf16", "fp16", "int8_unscaled")),
+    *("grouped_gemm", "a b bounds? out!", _EARLY, kinds_of("bf16", "fp16", "int8_unscaled")),
     out_dtype=None,
     remedies=("a.to(torch.bfloat16)", _ONE_DTYPE),
     takers=_OTHERS,
@@ -617,7 +617,7 @@ PACKED_GROUPED_GEMM = PackedGrouped(
     to_train=_GROUPED_MM,
 )
 SCALED_GROUPED_GEMM = Grouped(
-    *("scaled_grouped_gemm", _SCALED, f"{_KEYWORDS} fast_accum"),
+    *("scaled_grouped_gemm", _SCALED, f"{_EARLY} fast_accum"),
     kinds_of("fp8_rows", "fp8_rows_promoted", "fp8", "int8_rows", "int8"),
     out_dtype=torch.bfloat16,
     remedies=("quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one", _ONE_DTYPE),

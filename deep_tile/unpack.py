@@ -47,7 +47,7 @@ class Unpacking(Operation):
             wide = to_fp8(b, a.shape[-1])
         except torch.OutOfMemoryError:
             return super().run(given, options)
-        in_order = self.Options(*options)._replace(pdl=False, constant_weights=False)  # the weight must be there
+        in_order = self.Options(*options)._replace(pdl=False)  # the weight must be there
         call = self.in_fp8(PACKED[packed.name_of(b, a.shape[-1])])
         return call.run((*given[:2], wide, *given[3:]), tuple(in_order))
 

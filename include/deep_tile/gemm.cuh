@@ -45,23 +45,6 @@
 
 namespace deep_tile {
 
-// Returns whether dependent launches may start as soon as this launch has waited for its predecessor (never sooner, so
-// that they find the predecessor complete, as after a launch that waited itself), or only after the tiles are stored.
-// Successor CTAs take SMs in the order these become free, so raster neighbours run far apart and shared data arrives
-// later: in chains, nine shapes with 128 <= m <= 512 take 3 % less with a late start, up to 10 %. With one row of
-// tiles, which share no `b`, a late start costs 2 %; with two-chunk tiles, 1 % (H200, 2026-11-22).
-template <GemmConfig config>
-__device__ __forceinline__ bool starts_successor_early(const GemmParams& params) {
-    return config.chunks > 1 || params.m <= config.block_m;
-}
-
-// Waits for the preceding kernel, which may still read `out`, and lets the next one start if that is early.
-template <GemmConfig config>
-__device__ __forceinline__ void await_turn(const GemmParams& params) {
-    ptx::griddepcontrol_wait();
-    if (starts_successor_early<config>(params)) ptx::griddepcontrol_launch_dependents();
-}
-
 // Consumes every tile assigned to this CTA: at least one in a dense grid (grid_size in schedule.py), perhaps none with
 // groups. Tile coordinates are computed after the tile's first WGMMAs are issued if these need not wait, otherwise
 // before: the opposite order makes ptxas promote 128x224 1 to 7 % slower (H200, 2026-11-22).
@@ -72,7 +55,6 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
     TileScheduler<config> tiles(params);
     const int first_row = warpgroup * config.rows_per_warpgroup;
     int left = tiles.count();
-    if (reads_bounds_early<config>(params)) await_turn<config>(params);
     if (config.grouped() && left == 0) {
         loop.end();
         return;
@@ -158,6 +140,16 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
     epilogue.drain();
 }
 
+// Returns whether dependent launches may start as soon as this launch has waited for its predecessor (never sooner, so
+// that they find the predecessor complete, as after a launch that waited itself), or only after the tiles are stored.
+// Successor CTAs take SMs in the order these become free, so raster neighbours run far apart and shared data arrives
+// later: in chains, nine shapes with 128 <= m <= 512 take 3 % less with a late start, up to 10 %. With one row of
+// tiles, which share no `b`, a late start costs 2 %; with two-chunk tiles, 1 % (H200, 2026-11-22).
+template <GemmConfig config>
+__device__ __forceinline__ bool starts_successor_early(const GemmParams& params) {
+    return config.chunks > 1 || params.m <= config.block_m;
+}
+
 template <GemmConfig config>
 __device__ __forceinline__ SharedStorage<config>& shared_storage() {
     extern __shared__ __align__(1024) u8 dynamic_smem[];
@@ -226,9 +218,11 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     await_barriers<config>(requests_operands);
     if (warp < first_producer) {
         if constexpr (config.moves_registers()) ptx::setmaxnreg_inc<config.math_registers>();
-        if (!reads_bounds_early<config>(params)) await_turn<config>(params);
+        ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
+        const bool lets_start_early = starts_successor_early<config>(params);
+        if (lets_start_early) ptx::griddepcontrol_launch_dependents();
         consume_parts<config>(params, smem, warp / (warpgroup_threads / warp_threads));
-        if (!starts_successor_early<config>(params)) ptx::griddepcontrol_launch_dependents();
+        if (!lets_start_early) ptx::griddepcontrol_launch_dependents();
     } else if (!converts) {
         if (requests_operands) produce_operands<config>(params, smem, requested);
         if constexpr (config.has_scales()) {

@@ -234,7 +234,8 @@ class OperandLoader {
 // launch (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
-    await_bounds<config>(params);
+    // The preceding kernel may have written the bounds.
+    if (config.grouped() && !reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();
     const Tile<config> tile = TileScheduler<config>(params).first();
     if (config.grouped() && !tile.valid) return 0;
     KRange range = k_range<config>(params);

@@ -230,7 +230,7 @@ class StoreWarp {
 template <GemmConfig config>
 __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStorage<config>& smem, int warp) {
     const StoreWarp<config> boxes(params, smem, warp);
-    await_bounds<config>(params);
+    if constexpr (config.grouped()) ptx::griddepcontrol_wait();  // the preceding kernel may have written the bounds
     TileScheduler<config> tiles(params);
     ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
     while (true) {

@@ -44,7 +44,7 @@ __device__ __forceinline__ int request_first_units(const GemmParams& params, Sha
         ptx::fence_proxy_async();
     }
     __syncwarp();
-    if (!params.early_b) ptx::griddepcontrol_wait();
+    if (config.grouped() || !params.early_b) ptx::griddepcontrol_wait();
     const Tile<config> tile = TileScheduler<config>(params).first();
     if (config.grouped() && !tile.valid) return 0;
     const KRange range = k_range<config>(params);

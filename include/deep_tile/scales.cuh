@@ -193,13 +193,11 @@ class RunReader : public ScaleReader<config> {
 };
 
 // Requests a scale warp's first stage early, like the operands, because scales take as long to arrive: 3 to 5 % for n =
-// 7168, k = 2048 (H200, 2026-11-21). Returns false if there is none, or if other warps, which wait for this one, have
-// bounds to read before the preceding kernel ends.
+// 7168, k = 2048 (H200, 2026-11-21). Returns false if there is none.
 template <GemmConfig config>
 __device__ __forceinline__ bool request_first_scales(const GemmParams& params, SharedStorage<config>& smem, int warp) {
-    if (reads_bounds_early<config>(params)) return false;
     KRange range = k_range<config>(params);
-    ptx::griddepcontrol_wait();
+    if (!reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();
     if (!config.by_k && warp >= min(config.stages, range.end - range.begin)) return false;
     const Tile<config> tile = TileScheduler<config>(params).first();
     if (config.grouped() && !tile.valid) return false;
@@ -207,6 +205,7 @@ __device__ __forceinline__ bool request_first_scales(const GemmParams& params, S
         range = tile_range(tile);
         if (warp >= min(config.stages, range.end - range.begin)) return false;
     }
+    if (reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();
     ScaleReader<config>(params, tile, range.begin + warp).copy(smem, warp);
     return true;
 }
@@ -234,14 +233,14 @@ template <GemmConfig config>
 __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedStorage<config>& smem, int warp,
                                                bool requested) {
     using Runs = RunReader<config>;
+    if (reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();  // where no first stage was requested
     if (requested) ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[warp]));
     const bool in_runs = config.reads_runs && params.scale_runs != 0;
     if (in_runs && warp >= Runs::warps) return;
     KRange range = k_range<config>(params);
     int steps = range.end - range.begin;
     int step = in_runs ? warp * Runs::steps : warp;  // this warp's next step in the tile
-    // Steps in the first tile, one per warp.
-    int requested_steps = reads_bounds_early<config>(params) ? 0 : config.scale_warps;
+    int requested_steps = config.scale_warps;        // steps in the first tile, one per warp
     PipelineState<config.stages> state;
     state.advance(step);
     if (!in_runs && requested) {
@@ -252,7 +251,6 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     while (true) {
         const Tile<config> tile = tiles.next();
         if (!tile.valid) break;
-        if (reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();
         if constexpr (config.by_k) {
             range = tile_range(tile);
             steps = range.end - range.begin;

@@ -34,17 +34,11 @@ __device__ __forceinline__ int group_end(const Tile<config>& tile) {
     }
 }
 
-// Returns whether the bounds of groups are read, and `b` is requested, while the preceding kernel still runs: the caller
-// declares that it writes neither. Every walk over the bounds then begins before the wait for that kernel.
+// Returns whether a launch's first requests read the bounds of groups, and ask for `b`, while the preceding kernel still
+// runs: the caller declares that it writes neither.
 template <GemmConfig config>
 __device__ __forceinline__ bool reads_bounds_early(const GemmParams& params) {
     return config.row_groups() && params.early_b;
-}
-
-// Precedes a walk over groups: the preceding kernel may have written the bounds.
-template <GemmConfig config>
-__device__ __forceinline__ void await_bounds(const GemmParams& params) {
-    if (config.grouped() && !reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();
 }
 
 // K range that this CTA handles in every tile, in stages.
