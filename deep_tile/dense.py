@@ -496,11 +496,7 @@ def gemm(
         accumulate: add the result to `out`, which must be given; without bias and activation. The result is rounded to
             `out`'s dtype first, then the sum: for bfloat16 and float16 both roundings count.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if getattr(b, "dtype", None) is torch.float32 and getattr(a, "dtype", None) is torch.bfloat16:
@@ -543,11 +539,7 @@ def int8_gemm(
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if is_traced():
@@ -599,11 +591,7 @@ def scaled_gemm(
         accumulate: as for `gemm`.
         fast_accum: for FP8 with per-row or per-tensor scales, as above; otherwise ignored.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, fast_accum)
     if is_traced():
@@ -642,11 +630,7 @@ def packed_gemm(
         config: as for `fp8_gemm`; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if is_traced():
@@ -683,11 +667,7 @@ def fp8_wgrad(
         accumulate: add to `out`, as `gemm` does, instead of overwriting it.
         config, num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (None, config, num_sms, batch_invariant, pdl, False, None, accumulate, True)
     if is_traced():
@@ -803,10 +783,6 @@ def _run_gradient(grad, x, transposed, **options) -> torch.Tensor:
     return _multiply_gradient(grad, x, transposed, **options)
 
 
-def _fake_gradient(grad, x, transposed, **_) -> torch.Tensor:
-    return grad.new_empty(grad.shape[1] if transposed else grad.shape[0], x.shape[1])
-
-
 _SCALED = "a a_scale b b_scale out! bias?"
 _LINEAR = "call torch.nn.functional.linear"
 _OF_PRODUCTS = "activation out_dtype num_sms batch_invariant pdl constant_weights"
@@ -865,6 +841,6 @@ ops.register(
     "gemm_gradient(Tensor grad, Tensor x, bool transposed, *, "
     f"{ops.keywords('num_sms batch_invariant pdl')}) -> Tensor",
     _run_gradient,
-    _fake_gradient,
+    lambda grad, x, transposed, **_: grad.new_empty(grad.shape[1 if transposed else 0], x.shape[1]),
     flops=lambda grad, x, *_, **__: 2 * prod(grad) * x[1],
 )

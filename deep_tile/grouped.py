@@ -265,11 +265,7 @@ def fp8_grouped_gemm(
             small: the preceding kernel must not write `b`, `b_scale`, `offs` or `counts`. Between the kernels of a
             layer that holds (`sort_by_expert`, cast, product, `silu_mul_cast_to_fp8`, product).
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
 
     The method is `fp8_gemm`'s; offsets follow `torch.nn.functional.scaled_grouped_mm`.
     """
@@ -313,11 +309,7 @@ def grouped_gemm(
         offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl, constant_weights: as for
             `fp8_grouped_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, b, bounds, out)
@@ -368,11 +360,7 @@ def scaled_grouped_gemm(
             `fp8_grouped_gemm`.
         fast_accum: as for `scaled_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)
@@ -411,11 +399,7 @@ def packed_grouped_gemm(
         config: as there; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)

@@ -810,6 +810,9 @@ OF_OTHERS = [
     _one(gemm, "b", "is [k, n] and dense", lambda x: x.t().contiguous(), ValueError, "k differs",
          r"b\.t\(\)\.contiguous"),
     _one(gemm, "a", "is [k, m]", torch.Tensor.t, ValueError, "k differs", r"\[k, m\] is passed as a\.t\(\)"),
+    _one("gemm", "a", "is FP16, and b BF16", torch.Tensor.half, TypeError, "a is torch.float16", "b"),
+    _one("gemm", "out", "is float64", torch.Tensor.double, TypeError, "got torch.float64", "one of torch.bfloat16"),
+    _one(GROUPED, "offs", "is int64", torch.Tensor.long, TypeError, "got torch.int64", r"\.int\(\)"),
     _one("gemm", "b", "is [k, n]", torch.Tensor.t, ValueError, "k differs", r"b\.t\(\), which copies nothing"),
     # Bounds of groups.
     *(

@@ -14,11 +14,11 @@ import os
 import random
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from conftest import missing_hopper
@@ -76,9 +76,12 @@ def parser(description: str, seconds: float) -> argparse.ArgumentParser:
     return result
 
 
-def add_rounds(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--first-round", type=int, default=0)
-    options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+def fuzz_parser(description: str) -> argparse.ArgumentParser:
+    """The options of a fuzzer, whose module's docstring begins with what it does."""
+    result = parser(description.splitlines()[0], seconds=60)
+    result.add_argument("--first-round", type=int, default=0)
+    result.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+    return result
 
 
 def begin(arguments: argparse.Namespace) -> str | None:
@@ -336,21 +339,73 @@ class Ledger:
                 self._report.find("wrong", round=number, elements=wrong, **{self._name: str(drawn)}, **more)
 
 
-class Rounds(Protocol):
-    """What is drawn and checked round after round."""
+class Fuzzer:
+    """Rounds of a seed. Each draws a call from its own number, makes it, and counts what is wrong about it.
+
+    A fuzzer says how in `load`, `check_round` and `counts`, and where a finding shall say more, in `examine`.
+
+    Attributes:
+        UNDER_WAY, UNSETTLED, DRAWN: limits and `name` of its `Ledger`.
+        noise: enqueues kernels in another stream.
+        drawn: the round's draw, for findings.
+        calls: the calls made, by what they are.
+    """
+
+    UNDER_WAY, UNSETTLED, DRAWN = 2, 64, "draw"
+    examine: Callable[[Any], dict[str, Any]] | None = None
+
+    def __init__(self, arguments: argparse.Namespace, report: "Report"):
+        self.arguments, self.report = arguments, report
+        self.seed, self.device = arguments.seed, arguments.device
+        self.num_sms, self.noise = sms_of(self.device), noise(self.device)
+        limits = {"under_way": self.UNDER_WAY, "unsettled": self.UNSETTLED}
+        self.ledger = Ledger(Watch(self.device), report, **limits, name=self.DRAWN, examine=self.examine)
+        self.drawn: Any = ""
+        self.calls: Counter[str] = Counter()
 
     def load(self) -> None:
-        """Compile, load and make what all rounds need."""
+        """Make what all rounds need. By default nothing: kernels are loaded at their first calls."""
 
-    ledger: Ledger
+    def load_kernels(
+        self, configs: Iterable[GemmConfig], may_be_refused: Callable[[GemmConfig, str], bool] = lambda *_: False
+    ) -> list[GemmConfig]:
+        """Compile and load kernels; return those that could be. The others are findings, unless they may be refused."""
+        begun, configs = time.perf_counter(), list(configs)
+        failures = load_kernels(configs, self.device, self.arguments.workers)
+        failed = {config: failures[config.name] for config in configs if config.name in failures}
+        refused = [config.name for config, text in failed.items() if may_be_refused(config, text)]
+        for config, text in failed.items():
+            if config.name not in refused:
+                self.report.find("not compiled", config=config.name, error=text[-600:])
+        loaded = [config for config in configs if config not in failed]
+        self.report.fields |= {
+            "configs_refused": sorted(refused),
+            "configs_loaded": len(loaded),
+            "loading_seconds": round(time.perf_counter() - begun, 1),
+        }
+        return loaded
 
-    def run_round(self, number: int) -> None: ...
+    def run_round(self, number: int) -> None:
+        """One call; a refusal of it is a finding."""
+        self.drawn = ""
+        try:
+            faults = self.check_round(random.Random(f"{self.seed}:{number}"), number)
+        except (TypeError, ValueError) as error:
+            self.report.find("refused", round=number, error=str(error), **{self.DRAWN: str(self.drawn)})
+            return
+        self.ledger.add(number, self.drawn, faults)
+        self.ledger.end_round()
+
+    def check_round(self, source: random.Random, number: int) -> dict[str, torch.Tensor]:
+        """Set `drawn`, make the call, count it in `calls`, and return the faults by kind, on the device."""
+        raise NotImplementedError
 
     def counts(self) -> dict[str, Any]:
-        """What the report says of all rounds."""
+        """The report's numbers of all rounds, whose calls are made twice."""
+        return {"calls_that_copy": 2 * self.calls.total(), "calls": dict(sorted(self.calls.items()))}
 
 
-def run_rounds(rounds: Rounds, arguments: argparse.Namespace, report: "Report") -> None:
+def run_rounds(rounds: Fuzzer, arguments: argparse.Namespace, report: "Report") -> None:
     """In a stream of their own, until time or their number is over."""
     rounds.load()
     if on_gpu(arguments.device):
@@ -441,13 +496,12 @@ def leave(status: int) -> int:
 
 
 def fuzz(
-    fuzzer: Callable[[argparse.Namespace, Report], Rounds],
+    fuzzer: type[Fuzzer],
     name: str,
     options: argparse.ArgumentParser,
     arguments: list[str] | None,
 ) -> int:
-    """The `main` of a fuzzer, whose report has this name."""
-    add_rounds(options)
+    """The `main` of a fuzzer, whose report has this name and whose options are `fuzz_parser`'s."""
     chosen = options.parse_args(arguments)
     reason = begin(chosen)
     if reason:

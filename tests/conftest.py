@@ -9,6 +9,7 @@ import changes
 import pytest
 import torch
 from filelock import FileLock
+from pretending import fake_driver, run_pretending  # noqa: F401
 
 from deep_tile import jit, settings
 from deep_tile.tools import cli

@@ -11,33 +11,18 @@ what is wrong are read now and then. A round depends on the seed and its number 
 Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
 
-import argparse
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 from random import Random
 from typing import Any, NamedTuple
 
+import campaign
 import expected_casts
 import torch
-from campaign import (
-    NAN_BYTE,
-    Ledger,
-    Report,
-    Room,
-    Watch,
-    fuzz,
-    lay_out,
-    load_kernels,
-    noise,
-    on_gpu,
-    parser,
-    reserve,
-    sms_of,
-)
+from campaign import NAN_BYTE, Room, fuzz, fuzz_parser, lay_out, on_gpu, reserve
 from expected_casts import Cast, Gating, Rounding, codes_differ, numbers_differ
 from helpers import ACCUMULATION, ROUNDING, Exact, Operands, are_off, exact_product
 from strategies import Place
@@ -98,7 +83,6 @@ POISONS = (0x55, 0xA6, 0x01)
 _MARGIN = 1 << 15
 """Bytes around each result."""
 
-_UNSETTLED, _UNDER_WAY = 64, 6
 _POOL = 2 * LARGE.elements
 """Leading dimensions may have more rows than were drawn."""
 
@@ -1022,41 +1006,27 @@ def examine(masks: dict[str, torch.Tensor]) -> dict[str, Any]:
 # The run.
 
 
-class Fuzzer:
-    """Rounds of a seed: see the module's description."""
-
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self._workers, self._sizes = arguments.workers, arguments.sizes
-        self._noise = noise(self._device)
-        counts = {"under_way": _UNDER_WAY, "unsettled": _UNSETTLED}
-        self.ledger = Ledger(Watch(self._device), report, **counts, examine=self._examine)
-        self.calls: Counter[str] = Counter()
+class Fuzzer(campaign.Fuzzer):
+    UNDER_WAY = 6
 
     def load(self) -> None:
-        """The products' kernels; those of casts are few, and loaded as they are met."""
-        for name, text in load_kernels(kernels_of_products(sms_of(self._device)), self._device, self._workers).items():
-            self._report.find("not compiled", config=name, error=text[-600:])
-        self._pool = Pool(self._device, self._seed % 2**31)
+        """The products' kernels. Those of casts are few, and loaded at their first calls."""
+        self.load_kernels(kernels_of_products(self.num_sms))
+        self._pool = Pool(self.device, self.seed % 2**31)
 
-    def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
-        large = on_gpu(self._device) and random.random() < LARGE_SHARE
-        drawn = draw(random, LARGE if large else self._sizes)
-        try:
-            masks = check(self._pool, drawn, self._device, self._noise)
-        except (TypeError, ValueError) as error:
-            self._report.find("refused", round=number, draw=str(drawn), error=str(error))
-            return
-        self.ledger.add(number, drawn, {name: mask.sum() for name, mask in masks.items()})
-        self.calls[drawn.case] += 2
-        self.ledger.end_round()
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
+        large = on_gpu(self.device) and random.random() < LARGE_SHARE
+        self.drawn = draw(random, LARGE if large else self.arguments.sizes)
+        masks = check(self._pool, self.drawn, self.device, self.noise)
+        self.calls[self.drawn.case] += 1
+        return {name: mask.sum() for name, mask in masks.items()}
 
-    def _examine(self, drawn: Draw) -> dict[str, Any]:
-        return examine(check(self._pool, drawn, self._device, lambda: None))
+    def examine(self, drawn: Draw) -> dict[str, Any]:
+        return examine(check(self._pool, drawn, self.device, lambda: None))
 
     def counts(self) -> dict[str, Any]:
-        return {"calls_that_copy": self.calls.total(), "calls": dict(sorted(self.calls.items()))}
+        calls = {case: 2 * count for case, count in sorted(self.calls.items())}
+        return {"calls_that_copy": sum(calls.values()), "calls": calls}
 
 
 def kernels_of_products(num_sms: int) -> list[GemmConfig]:
@@ -1076,7 +1046,7 @@ def kernels_of_products(num_sms: int) -> list[GemmConfig]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
+    options = fuzz_parser(__doc__)
     options.set_defaults(sizes=USUAL)
     return fuzz(Fuzzer, "fuzz of casts", options, arguments)
 

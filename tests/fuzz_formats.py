@@ -12,15 +12,14 @@ its number alone.
 Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
 
-import argparse
 import math
 import sys
-from collections import Counter
 from random import Random
 from typing import Any
 
+import campaign
 import torch
-from campaign import Ledger, Report, Watch, fuzz, parser
+from campaign import fuzz, fuzz_parser
 from formats import draw, fp8_product, spread
 
 import deep_tile
@@ -139,37 +138,20 @@ def check_packed(random: Random, device: str) -> tuple[str, dict[str, Any]]:
     }
 
 
-class Fuzzer:
-    """Rounds of a seed: see the module's description."""
-
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self.ledger = Ledger(Watch(self._device), report, under_way=2, unsettled=64)
-        self.rounds: Counter[str] = Counter()
-
-    def load(self) -> None:
-        """Nothing: kernels are few, and loaded as they are met."""
-
-    def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
+class Fuzzer(campaign.Fuzzer):
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(random.randrange(2**31))
         check = random.choices((check_shards, check_packed, check_format), (SHARDS_SHARE, PACKED_SHARE, 1))[0]
-        try:
-            drawn, found = check(random, self._device)
-        except (TypeError, ValueError) as error:
-            self._report.find("refused", round=number, error=str(error))
-            return
-        self.ledger.add(number, drawn, {kind: count.long() for kind, count in found.items()})
-        self.rounds[drawn.split()[0]] += 1
-        self.ledger.end_round()
+        self.drawn, found = check(random, self.device)
+        self.calls[self.drawn.split()[0]] += 1
+        return found
 
     def counts(self) -> dict[str, Any]:
-        return {"calls_that_copy": self.rounds.total(), "formats": dict(sorted(self.rounds.items()))}
+        return {"calls_that_copy": self.calls.total(), "formats": dict(sorted(self.calls.items()))}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
-    return fuzz(Fuzzer, "fuzz of formats", options, arguments)
+    return fuzz(Fuzzer, "fuzz of formats", fuzz_parser(__doc__), arguments)
 
 
 if __name__ == "__main__":

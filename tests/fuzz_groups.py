@@ -14,17 +14,9 @@ import sys
 from random import Random
 from typing import Any, NamedTuple
 
+import campaign
 import torch
-from campaign import (
-    Ledger,
-    Report,
-    Watch,
-    fuzz,
-    load_kernels,
-    noise,
-    parser,
-    sms_of,
-)
+from campaign import fuzz, fuzz_parser
 from helpers import ACCUMULATION, BF16_ROUNDING
 
 from deep_tile import GemmConfig
@@ -41,7 +33,6 @@ _MARGIN = 4096
 """Elements of `out` before its first row and behind its last."""
 
 _POISON = -1
-_UNSETTLED, _UNDER_WAY = 64, 8
 _NAN_CODES = (0x7F, 0xFF)
 
 
@@ -309,44 +300,40 @@ def _wrong_of(
     return (far & present[..., None]).sum()
 
 
-class Fuzzer:
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self._workers, self._num_sms = arguments.workers, sms_of(self._device)
-        self._noise = noise(self._device)
-        self.ledger = Ledger(Watch(self._device), report, under_way=_UNDER_WAY, unsettled=_UNSETTLED)
+class Fuzzer(campaign.Fuzzer):
+    UNDER_WAY = 8
+
+    def __init__(self, arguments: argparse.Namespace, report: campaign.Report):
+        super().__init__(arguments, report)
         self.products = self.narrow = 0
         self.configs: set[str] = set()
 
     def load(self) -> None:
-        for name, text in load_kernels(CONFIGS.values(), self._device, self._workers).items():
-            self._report.find("not compiled", config=name, error=text[-600:])
-        self._pool = Pool(self._device, self._seed % 2**31)
+        self.load_kernels(CONFIGS.values())
+        self._pool = Pool(self.device, self.seed % 2**31)
 
-    def run_round(self, number: int) -> None:
-        drawn = draw(Random(f"{self._seed}:{number}"), number, self._num_sms)
-        product = make(self._pool, drawn, self._device)
-        buffer, out = guarded(drawn, self._device)
-        again_buffer, again = guarded(drawn, self._device)
-        self._noise()
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
+        self.drawn = drawn = draw(random, number, self.num_sms)
+        product = make(self._pool, drawn, self.device)
+        buffer, out = guarded(drawn, self.device)
+        again_buffer, again = guarded(drawn, self.device)
+        self.noise()
         multiply(product, drawn, out)
         multiply(product, drawn, again)
         faults = check(product, drawn, buffer, out)
         faults["repeated"] = (buffer.view(torch.int16) != again_buffer.view(torch.int16)).sum()
-        self.ledger.add(number, drawn, faults)
         self.products += 2
         self.narrow += 2 * drawn.is_widened
         if drawn.config:
             self.configs.add(drawn.config)
-        self.ledger.end_round()
+        return faults
 
     def counts(self) -> dict[str, Any]:
         return {"products": self.products, "calls_that_copy": self.narrow, "configs": len(self.configs)}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
-    return fuzz(Fuzzer, "fuzz of groups", options, arguments)
+    return fuzz(Fuzzer, "fuzz of groups", fuzz_parser(__doc__), arguments)
 
 
 if __name__ == "__main__":

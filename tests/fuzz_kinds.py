@@ -13,27 +13,15 @@ Ends with status 0, or 1 when something was wrong, 3 when a product did not end 
 
 import argparse
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterator
 from itertools import count, cycle, product
 from math import inf, log2
 from random import Random
 from typing import Any, NamedTuple
 
+import campaign
 import torch
-from campaign import (
-    Ledger,
-    Report,
-    Watch,
-    fuzz,
-    lay_out,
-    load_kernels,
-    noise,
-    on_gpu,
-    parser,
-    sms_of,
-)
+from campaign import fuzz, fuzz_parser, lay_out, on_gpu
 from fuzz_groups import draw_scale_dtype, draw_sizes
 from helpers import (
     ACCUMULATION,
@@ -103,14 +91,8 @@ problems."""
 _TRIES = 4
 """Problems drawn until one's choice is among the kernels."""
 
-_UNSETTLED = 64
-"""Calls whose results are read at once."""
-
 _SHOWN = 6
 """Elements of a wrong result that are listed."""
-
-_UNDER_WAY = 4
-"""Calls that the GPU may be behind: fewer kernels than a stream holds before a launch waits."""
 
 
 # What is drawn.
@@ -543,56 +525,33 @@ def examine(sample: Sample, drawn: Draw) -> dict[str, Any]:
 # The run.
 
 
-class Fuzzer:
-    """Rounds of a seed: see the module's description."""
+class Fuzzer(campaign.Fuzzer):
+    UNDER_WAY = 4
 
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self._limits, self._num_sms = arguments.limits, sms_of(arguments.device)
-        kernels = draw_kernels(Random(f"{self._seed}:kernels"), arguments.configs, self._num_sms)
-        self._kernels = {config.name: config for config in kernels}
-        self._workers, self._noise = arguments.workers, noise(self._device)
-        counts = {"under_way": _UNDER_WAY, "unsettled": _UNSETTLED}
-        self.ledger = Ledger(Watch(self._device), report, **counts, examine=self._examine)
+    def __init__(self, arguments: argparse.Namespace, report: campaign.Report):
+        super().__init__(arguments, report)
+        self._drawn = draw_kernels(Random(f"{self.seed}:kernels"), arguments.configs, self.num_sms)
         self.products = self.narrow = 0
         self.configs: set[str] = set()
-        self.calls: Counter[str] = Counter()
 
     def load(self) -> None:
-        """Compile and load; a kernel that cannot be is a finding, unless it is none of the selector's and refused as it
-        is to be."""
-        begun = time.perf_counter()
-        refused = []
-        for name, text in load_kernels(self._kernels.values(), self._device, self._workers).items():
-            if may_be_refused(self._kernels.pop(name), text):
-                refused.append(name)
-            else:
-                self._report.find("not compiled", config=name, error=text[-600:])
-        self._report.fields |= {
-            "configs_refused": sorted(refused),
-            "configs_loaded": len(self._kernels),
-            "loading_seconds": round(time.perf_counter() - begun, 1),
-        }
-        self._values = Values(self._device, self._seed % 2**31)
+        """Kernels and values. Random kernels that are none of the selector's choices may be refused."""
+        self._kernels = {config.name: config for config in self.load_kernels(self._drawn, may_be_refused)}
+        self._values = Values(self.device, self.seed % 2**31)
 
-    def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
-        limits = LARGE if on_gpu(self._device) and random.random() < LARGE_SHARE else self._limits
-        drawn = draw(random, self._kernels, number, self._num_sms, limits)
-        try:
-            faults = check(make(self._values, drawn, self._device), drawn, self._noise)
-        except (TypeError, ValueError) as error:
-            self._report.find("refused", round=number, draw=str(drawn), error=str(error))
-            return
-        self.ledger.add(number, drawn, faults)
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
+        large = on_gpu(self.device) and random.random() < LARGE_SHARE
+        limits = LARGE if large else self.arguments.limits
+        self.drawn = drawn = draw(random, self._kernels, number, self.num_sms, limits)
+        faults = check(make(self._values, drawn, self.device), drawn, self.noise)
         self.products += 2
         self.narrow += 2 * (drawn.scale_dtype != "float32")
         self.configs.add(drawn.config.name)
         self.calls[f"{drawn.call} {drawn.config.kind}"] += 1
-        self.ledger.end_round()
+        return faults
 
-    def _examine(self, drawn: Draw) -> dict[str, Any]:
-        return examine(make(self._values, drawn, self._device), drawn)
+    def examine(self, drawn: Draw) -> dict[str, Any]:
+        return examine(make(self._values, drawn, self.device), drawn)
 
     def counts(self) -> dict[str, Any]:
         counts = {"products": self.products, "calls_that_copy": self.narrow, "configs": len(self.configs)}
@@ -600,7 +559,7 @@ class Fuzzer:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
+    options = fuzz_parser(__doc__)
     options.add_argument("--configs", type=int, default=64, help="of each family of kinds (default: %(default)s)")
     options.set_defaults(limits=USUAL)
     return fuzz(Fuzzer, "fuzz of kinds", options, arguments)

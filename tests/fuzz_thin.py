@@ -9,15 +9,14 @@ and no byte may change around what is written. A round depends on the seed and i
 Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
 
-import argparse
 import sys
-from collections import Counter
 from math import prod
 from random import Random
 from typing import Any
 
+import campaign
 import torch
-from campaign import Ledger, Report, Watch, fuzz, parser
+from campaign import fuzz, fuzz_parser
 
 import deep_tile
 
@@ -114,40 +113,26 @@ def check_prenorm(random: Random, sizes: tuple[int, int, int], device: str) -> t
     return f"prenorm {[m, n, k]} {splits}", found
 
 
-class Fuzzer:
-    """Rounds of a seed: see the module's description."""
-
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self.ledger = Ledger(Watch(self._device), report, under_way=2, unsettled=64)
-        self.rounds: Counter[str] = Counter()
-
+class Fuzzer(campaign.Fuzzer):
     def load(self) -> None:
         deep_tile.precompile_thin()
 
-    def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(random.randrange(2**31))
         sizes = random.choice(SIZES), random.choice(SIZES), random.choice(LENGTHS)
         while prod(sizes) > MOST_OPERATIONS:
             sizes = random.choice(SIZES), random.choice(SIZES), random.choice(LENGTHS)
         check = random.choice((check_thin, check_thin, check_prenorm))
-        try:
-            drawn, found = check(random, sizes, self._device)
-        except (TypeError, ValueError) as error:
-            self._report.find("refused", round=number, error=str(error))
-            return
-        self.ledger.add(number, drawn, {kind: count.long() for kind, count in found.items()})
-        self.rounds[drawn.split()[0]] += 1
-        self.ledger.end_round()
+        self.drawn, found = check(random, sizes, self.device)
+        self.calls[self.drawn.split()[0]] += 1
+        return found
 
     def counts(self) -> dict[str, Any]:
-        return {"products": 2 * self.rounds.total(), "kinds": dict(sorted(self.rounds.items()))}
+        return {"products": 2 * self.calls.total(), "kinds": dict(sorted(self.calls.items()))}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
-    return fuzz(Fuzzer, "fuzz of thin products", options, arguments)
+    return fuzz(Fuzzer, "fuzz of thin products", fuzz_parser(__doc__), arguments)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ FUNCTIONS = (
 )
 
 
-def has_one_config(each: Operation) -> bool:
+def is_one_product(each: Operation) -> bool:
     return isinstance(each, Product) and not isinstance(each, ProductCast)
 
 
@@ -39,8 +39,8 @@ BEFORE_CALLS = {
     "prepare": lambda each: each.name == "fp8_gemm",
     "precompile": lambda each: bool(each.groupings),
     "supports": lambda each: bool(each.groupings),
-    "explain": has_one_config,
-    "tune": has_one_config,
+    "explain": is_one_product,
+    "tune": is_one_product,
 }
 """What is asked with sizes alone, or before calls, and of which operations."""
 

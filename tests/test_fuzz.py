@@ -18,7 +18,9 @@ import fuzz_formats
 import fuzz_gpu
 import fuzz_groups
 import fuzz_kinds
+import fuzz_logits
 import fuzz_thin
+import fuzz_train
 import pytest
 import torch
 from campaign import CLEAN, FAILED, HANG, UNUSABLE, WRONG, OperandPool
@@ -38,8 +40,6 @@ from strategies import (
     Use,
     draw_configs,
 )
-from test_host_path import run_pretending  # noqa: F401
-from test_launcher import fake_driver  # noqa: F401
 
 import deep_tile
 from deep_tile import (
@@ -66,6 +66,8 @@ FUZZERS = {
     "groups": (fuzz_groups, "11", 2, (), {}),
     "formats": (fuzz_formats, "3", 12, (), {"SIZES": (1, 32, 129, 200)}),
     "thin": (fuzz_thin, "3", 8, (), {"SIZES": (1, 24, 33), "LENGTHS": (8, 65, 520)}),
+    "logits": (fuzz_logits, "3", 10, (), {}),
+    "train": (fuzz_train, "5", 6, (), {}),
 }
 """Of each: the module, a seed, rounds, options, and what makes its products small."""
 
@@ -141,7 +143,8 @@ def test_a_clean_run_counts_what_it_did(run, name):
         assert (report["seed"], report["wrong"], report["hangs"]) == (9, 0, 0)
         assert report["calls"] == 3 * fuzz_gpu.USES and report["products"] >= 2 * report["calls"]
         assert 3 <= report["configs"] <= report["configs_loaded"]
-        assert sum(report["families"].values()) == report["calls"] - 3  # one of each round is the selector's choice
+        assert sum(report["families"].values()) == report["calls"]
+        assert report["families"]["the selector's choice"] == 3  # one of each round
     if name == "kinds":
         assert (report["products"], sum(report["calls"].values())) == (2 * rounds, rounds)
         assert report["configs_loaded"] == 4 * (len(FAMILIES) + 1) and 6 < report["configs"] <= rounds
@@ -227,6 +230,7 @@ FOUND = {
     ),
     "formats: a scale": (deep_tile, "to_blocks", "element", lambda made, _: made.scale.mul_(2)),
     "formats: other rows": (fuzz_formats, "shard_weight", "columns", lambda made, _: roll(made.weight)),
+    "logits: all of them": (fuzz_logits, "mqa_logits", "values", lambda out, _: out.mul_(1.5)),
     **{
         f"thin: {what} of {name}": (deep_tile, name, kind, fault)
         for name in ("thin_gemm", "prenorm_gemm")
@@ -280,6 +284,9 @@ REFUSED = {
     "casts": (fuzz_casts, "call"),
     "formats": (fuzz_formats, "check_format"),
     "thin": (fuzz_thin, "check_thin"),
+    "groups": (fuzz_groups, "multiply"),
+    "logits": (fuzz_logits, "check"),
+    "train": (fuzz_train, "check"),
 }
 
 
@@ -292,7 +299,7 @@ def test_calls_that_are_refused_are_found(run, monkeypatch, name):
     monkeypatch.setattr(fuzz_formats, "PACKED_SHARE", 0)
     status, report = run(name, "--rounds", "3")
     assert (status, set(report["found"]), report["findings"][0]["error"]) == (WRONG, {"refused"}, "not today")
-    if name in ("gpu", "kinds", "casts"):
+    if name not in ("formats", "thin"):
         assert report["found"] == {"refused": 3 * (fuzz_gpu.USES if name == "gpu" else 1)}
         assert not report.get("products") and not report.get("calls_that_copy")
 
@@ -468,7 +475,7 @@ def test_kernels_that_do_not_compile_are_found(run, monkeypatch, chosen, diverge
         without.append(config.name)
         return {config.name: jit.divergence_text(config.name, ("a wait",)) if divergent else "no room"}
 
-    monkeypatch.setattr(fuzz_kinds, "load_kernels", load)
+    monkeypatch.setattr(campaign, "load_kernels", load)
     status, report = run("kinds", "--rounds", "2")
     assert (status, report["found"]) == (WRONG if found else CLEAN, found)
     assert report["configs_loaded"] == 4 * (len(FAMILIES) + 1) - 1
@@ -487,7 +494,7 @@ class StuckWatch(campaign.Watch):
 
 def test_a_hang_ends_the_run_and_says_which_call(monkeypatch, tmp_path, exits):
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
-    monkeypatch.setattr(fuzz_gpu, "Watch", StuckWatch)
+    monkeypatch.setattr(campaign, "Watch", StuckWatch)
     monkeypatch.setattr(fuzz_gpu, "USUAL", SMALL)
     path = tmp_path / "report.json"
     with pytest.raises(Left, match=f"^{HANG}$"):

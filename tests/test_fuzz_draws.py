@@ -22,6 +22,7 @@ from fuzz_kinds import CALLS, FINISHES, GRADIENTS, SCALE_FORMS, Values, selectab
 from helpers import GuardedOut, Operands
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretending import unpack
 from strategies import (
     NUM_SMS,
     SMALL,
@@ -34,9 +35,6 @@ from strategies import (
     family,
     legal_configs,
 )
-from test_host_path import run_pretending  # noqa: F401
-from test_launcher import fake_driver  # noqa: F401
-from test_params import unpack
 
 from deep_tile import (
     GemmConfig,
@@ -416,7 +414,7 @@ for number in range(200):
 
 
 @pytest.mark.parametrize("what", LAUNCHED)
-def test_the_launcher_takes_every_call(run_pretending, what):  # noqa: F811
+def test_the_launcher_takes_every_call(run_pretending, what):
     """Sizes, strides and maps, on a pretended driver: each call is prepared once, and then known."""
     code, count = LAUNCHED[what]
     shown, launched = run_pretending("from random import Random\nfrom strategies import Limits" + code)

@@ -9,21 +9,18 @@ import ctypes
 import inspect
 import os
 import re
-import shlex
 import shutil
-import struct
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+from pretending import COMPILER, WHOLE_CUBIN, elf, params_of
 
 from deep_tile import _launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA_INCLUDE = Path("/usr/local/cuda/include")
-COMPILER = shlex.split(sysconfig.get_config_var("CC") or "cc")
 
 NAMES = ("a", "a_scale", "b", "b_scale", "out")
 A_MAP = (128, 0, 0, (7168, 4096), (7168,), (128, 64), 3, 2, 0)
@@ -106,17 +103,6 @@ def test_driver_version():
 
 
 # ---- what it refuses
-
-
-def elf(size: int, sections_at: int = 64, sections: int = 0) -> bytes:
-    """An ELF header with a section table, padded to `size` bytes."""
-    header = struct.pack(
-        "<4s12xHHIQQQIHHHHHH", b"\x7fELF", 2, 190, 1, 0, 64, sections_at, 0, 64, 56, 0, 64, sections, 0
-    )
-    return header.ljust(size, b"\0")
-
-
-WHOLE_CUBIN = elf(size=256, sections=3)
 
 
 @pytest.mark.parametrize(
@@ -263,18 +249,6 @@ def test_handles_cannot_be_made_by_hand(name):
 # ---- what it asks of the driver
 
 
-@pytest.fixture(scope="session")
-def fake_driver(made_once, run_folder) -> Path:
-    def build() -> Path:
-        library = run_folder / "libcuda.so.1"
-        source = ROOT / "tests" / "fake_driver.c"
-        options = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-        subprocess.run([*COMPILER, *options, "-o", library, source, "-ldl"], check=True)
-        return library
-
-    return made_once("fake_driver", build)
-
-
 @pytest.fixture
 def run_on_fake_driver(fake_driver):
     """Runs code that knows `launcher`, `load()`, `LAUNCH`, `ADDRESSES` and `fake`; its output holds a line per call."""
@@ -297,11 +271,6 @@ def begin():
         return process.stdout
 
     return run
-
-
-def params_of(line: str) -> bytes:
-    """The kernel's argument, of a line that shows a launch."""
-    return bytes.fromhex(re.search(r" params (\w+)", line)[1])
 
 
 def word(params: bytes, at: int) -> int:

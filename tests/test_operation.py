@@ -7,8 +7,6 @@ from pathlib import Path
 import operations_table
 import pytest
 import torch
-from test_host_path import run_pretending  # noqa: F401
-from test_launcher import fake_driver  # noqa: F401
 from toy_operation import ROW_SUMS, row_sums
 
 from deep_tile import operation
@@ -72,7 +70,7 @@ def test_wrong_calls_are_refused(given, error, text):
         row_sums(x, out, num_sms=num_sms)
 
 
-def test_a_second_call_is_one_call_into_c(run_pretending):  # noqa: F811
+def test_a_second_call_is_one_call_into_c(run_pretending):
     shown, _ = run_pretending(
         """
 from toy_operation import ROW_SUMS, row_sums

@@ -2,19 +2,11 @@
 
 import random
 import re
-import struct
 import subprocess
 
 import pytest
-from test_launcher import (
-    COMPILER,
-    CUDA_INCLUDE,
-    GPU_MEMORY,
-    MADE_UP_TENSORS,
-    fake_driver,  # noqa: F401
-    params_of,
-    run_on_fake_driver,  # noqa: F401
-)
+from pretending import COMPILER, LETTERS, params_of, unpack
+from test_launcher import CUDA_INCLUDE, GPU_MEMORY, MADE_UP_TENSORS, run_on_fake_driver  # noqa: F401
 
 from deep_tile import jit, params, plan
 from deep_tile.config import GemmConfig, ceil_div
@@ -22,8 +14,6 @@ from deep_tile.kinds import QUANTIZED
 from deep_tile.params import Field, MapLayout, Params
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.defaults import default_configs
-
-LETTERS = {"int": "i", "unsigned": "I", "long long": "q", "float": "f"}
 
 ODD = Params(
     "OddParams",
@@ -40,17 +30,6 @@ ODD = Params(
 TABLES = pytest.mark.parametrize(
     "table", [params.GEMM, params.CAST, params.CAST_OF_ROWS, params.COMBINE, params.SORT, ODD]
 )
-
-
-def unpack(table: Params, data: bytes) -> dict[str, int | float | bytes]:
-    """Every field's value by name; of tensor maps the bytes."""
-    values = {}
-    for field in table.fields:
-        at = table.offsets[field.name]
-        part = data[at : at + field.size]
-        letter = "Q" if field.is_pointer else LETTERS.get(field.type)
-        values[field.name] = part if letter is None else struct.unpack(letter, part)[0]
-    return values
 
 
 def some_values(table: Params) -> dict[str, int]:

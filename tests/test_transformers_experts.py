@@ -11,21 +11,21 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
 
+from stand_ins import relative_error  # noqa: E402
 from test_transformers import (  # noqa: E402
     BLOCK,
     DEVICES,
-    NOISE,
-    assert_greedy,
+    Traits,
     dequantized,
     installed,  # noqa: F401
     linears,
-    prompt,
     quantize_inputs,
     qwen3_fp8,
-    relative_error,
+    test_a_model_is_one_graph_for_all_lengths,  # noqa: F401
+    test_a_static_cache_is_compiled_without_a_break,  # noqa: F401
+    test_greedy_tokens_are_those_of_whole_sequences,  # noqa: F401
+    test_logits_differ_from_fp32_as_quantised_activations_do,  # noqa: F401
 )
-from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
-from transformers import CompileConfig  # noqa: E402
 from transformers.integrations import finegrained_fp8  # noqa: E402
 from transformers.integrations.moe import use_experts_implementation  # noqa: E402
 
@@ -311,7 +311,8 @@ def test_a_checkpoint_stays_fp8(model, wide_model):
             assert torch.equal(getattr(layer, f"{name}_scale_inv").cpu(), scale)
 
 
-def dequantized_experts(wide_model) -> torch.nn.Module:
+@pytest.fixture
+def reference(wide_model) -> torch.nn.Module:
     """In FP32, with the weights that the checkpoint stands for."""
     model = dequantized(wide_model)
     model.set_experts_implementation("eager")
@@ -329,61 +330,15 @@ def quantize_expert_inputs(model) -> None:
         layer.forward = partial(in_turn, layer)
 
 
-@DEVICES
-@torch.no_grad()
-def test_logits_differ_from_fp32_as_quantised_activations_do(model, wide_model):
-    """The bound is what rounding the activations alone does to a model in FP32: nothing else may add to it."""
-    tokens = prompt(model, batch=6)
-    reference = dequantized_experts(wide_model).to(model.device)
-    wanted = reference(tokens).logits
-    quantize_inputs(reference)
-    quantize_expert_inputs(reference)
-    explained = relative_error(reference(tokens).logits, wanted)
-    error = relative_error(model(tokens).logits, wanted)
-    assert 0.03 < explained < 0.5
-    assert 0.6 * explained < error < 1.7 * explained
+@pytest.fixture
+def traits():
+    """An expert that is chosen by a hair is another one for a whole sequence: two tokens may be off."""
 
+    def quantize(model) -> None:
+        quantize_inputs(model)
+        quantize_expert_inputs(model)
 
-@DEVICES
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_greedy_tokens_are_those_of_whole_sequences(model, cache):
-    tokens = prompt(model, batch=1)
-    compiled = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
-    generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, **compiled)
-    assert generated.shape == (1, 37 + 16)
-    assert_greedy(model, generated, 16, off=2)  # where an expert is chosen by a hair, a whole sequence chooses another
-
-
-@DEVICES
-@torch.no_grad()
-def test_a_model_is_one_graph_for_all_lengths(model):
-    # Without AOT autograd, which the next test has, this takes a third of the time.
-    graphs = CompileCounterWithBackend("inductor" if model.device.type == "cuda" else "eager")
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
-    for length in (37, 41, 64):
-        tokens = prompt(model, tokens=length)
-        wanted = model(tokens, use_cache=False).logits.float()
-        assert relative_error(compiled(tokens, use_cache=False).logits, wanted) < NOISE[model.device.type]
-    (nodes,) = filter(None, ([node for node in graph.graph.nodes if "call" in node.op] for graph in graphs.graphs))
-    called = [str(node.target) for node in nodes]
-    assert sum("fp8_grouped_gemm" in name for name in called) == 4
-    assert sum("combine" in name for name in called) == 2
-
-
-@DEVICES
-def test_a_static_cache_is_compiled_without_a_break(model):
-    """As transformers does by itself on a GPU, with CUDA graphs."""
-    torch.compiler.reset()
-    config = CompileConfig(fullgraph=True)
-    if model.device.type == "cpu":
-        config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
-        config._compile_all_devices = True
-    tokens = prompt(model, batch=1)
-    generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, cache_implementation="static", compile_config=config)
-    assert generated.shape == (1, 37 + 16)
-    assert model._compiled_call is not None
-    assert_greedy(model, generated, 16, off=2)
+    return Traits(6, quantize, 0.5, (0.6, 1.7), 2, {"fp8_grouped_gemm": 4, "combine": 2})
 
 
 # ---- layers in other blocks

@@ -147,26 +147,20 @@ def limits(derived: Derivation) -> list[tuple[str, float, str]]:
     """(what, us, arithmetic) for all rows without padding, every group's weights read once."""
     problem, gpu = derived.problem, derived.hardware
     count, rows = problem.groups.count, problem.groups.count * problem.groups.expected_rows
-    if problem.groups.layout == "k_offs":
-        return _limits_along_k(problem, rows, gpu)
-    product = problem.product
-    scales_of_row = 4 * (ceil_div(problem.k, SCALE_BLOCK) if product.block_scales else product.row_scales)
-    scaled_rows = ceil_div(problem.n, SCALE_BLOCK) if product.block_scales else problem.n
-    weights = count * (problem.n * problem.k * product.b.bytes + scaled_rows * scales_of_row)
-    moved = rows * (problem.k * product.a.bytes + scales_of_row + problem.n * problem.out.bytes)
-    flops, tflops = product_flops(rows, problem.n, problem.k), gpu.tflops(problem.kind)
-    hbm_us, tensor_us = (weights + moved) / gpu.hbm_tbps / 1e6, flops / tflops / 1e6
-    hbm = f"({weights:.3e} bytes of weights + {moved:.3e} of rows) / {gpu.hbm_tbps:.3g} TB/s"
-    return [("HBM", hbm_us, hbm), ("tensor cores", tensor_us, f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS")]
-
-
-def _limits_along_k(problem: GemmProblem, rows: int, gpu: Hardware) -> list[tuple[str, float, str]]:
-    """The same for gradients, which are read and written."""
-    operands = (problem.m + problem.n) * (rows + 4 * ceil_div(rows, SCALE_BLOCK))
-    added = 2 * problem.groups.count * problem.m * problem.n * problem.out.bytes
-    flops, tflops = product_flops(rows, problem.m, problem.n), gpu.tflops("fp8")
-    hbm_us, tensor_us = (operands + added) / gpu.hbm_tbps / 1e6, flops / tflops / 1e6
-    hbm = f"({operands:.3e} bytes of operands + {added:.3e} of gradients) / {gpu.hbm_tbps:.3g} TB/s"
+    product, (of_out, of_k) = problem.product, problem.weight
+    if problem.groups.layout == "k_offs":  # gradients are read and written
+        first = (problem.m + problem.n) * (rows + 4 * ceil_div(rows, SCALE_BLOCK))
+        second = 2 * count * problem.m * problem.n * problem.out.bytes
+        what = "operands", "gradients"
+    else:
+        scales_of_row = 4 * (ceil_div(problem.k, SCALE_BLOCK) if product.block_scales else product.row_scales)
+        scaled_rows = ceil_div(problem.n, SCALE_BLOCK) if product.block_scales else problem.n
+        first = count * (problem.n * problem.k * product.b.bytes + scaled_rows * scales_of_row)
+        second = rows * (problem.k * product.a.bytes + scales_of_row + problem.n * problem.out.bytes)
+        what = "weights", "rows"
+    flops, tflops = product_flops(rows, of_out, of_k), gpu.tflops(problem.kind)
+    hbm_us, tensor_us = (first + second) / gpu.hbm_tbps / 1e6, flops / tflops / 1e6
+    hbm = f"({first:.3e} bytes of {what[0]} + {second:.3e} of {what[1]}) / {gpu.hbm_tbps:.3g} TB/s"
     return [("HBM", hbm_us, hbm), ("tensor cores", tensor_us, f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS")]
 
 

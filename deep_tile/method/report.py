@@ -365,17 +365,13 @@ def _wall_table(derived: Derivation) -> Table:
 def _hit_by(derived: Derivation, wall: str) -> str:
     """The grid's tiles that hit this wall, as a sentence's end."""
     rejected = [one for one in derived.rejected if one.wall == wall]
-    hit = "; ".join(f"{one.block_m}x{one.block_n} by {_excess(one.reason)}" for one in rejected)
+    hit = "; ".join(f"{one.block_m}x{one.block_n} by {one.reason.rpartition('by ')[2]}" for one in rejected)
     return f". {len(rejected)} {'tile hits' if len(rejected) == 1 else 'tiles hit'} it: {hit}" if rejected else ""
 
 
 def mark(wall: Wall) -> str:
     """A wall's state in one word."""
     return "holds" if wall.holds else "bound" if wall.name.startswith("intensity") else "hit"
-
-
-def _excess(reason: str) -> str:
-    return reason.rpartition("by ")[2]
 
 
 def _candidate_table(derived: Derivation, shown: list[Candidate]) -> Table:
