@@ -255,7 +255,7 @@ class Dense(Product):
             tma_store=checks.tma_can_store(out),
             split_k=not options.batch_invariant,
             kind=self.kind(given, options).name,
-            output=finishes.RESULT_NAMES[out.dtype],
+            output=finishes.FORMAT_NAMES[out.dtype],
             accumulate=options.accumulate,
             **finishes.for_problem(bias, options.activation),
             layout=LAYOUT_NAMES[_majors(a, b)],

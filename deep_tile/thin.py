@@ -104,8 +104,7 @@ def prenorm_gemm(
     Returns:
         `out` and `sqr_sum`.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched, and both are untouched.
+    Raises as `fp8_gemm`. Nothing has been launched, and both are untouched.
     """
     options = (None, 3, False, False, pdl, num_splits, num_sms)
     call = PRENORM_GEMM.trace if is_traced() else PRENORM_GEMM.run

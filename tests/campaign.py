@@ -1,4 +1,4 @@
-"""What the long runs on a GPU share, fuzz_*.py and stress.py: arguments, inputs, kernels, waiting, the report.
+"""Shared code of the long GPU runs, fuzz_*.py and stress.py: arguments, inputs, kernels, waiting, the report.
 
 A run ends with one of the statuses below and a report that counts what was done, whatever happened. Hung work cannot be
 taken back, so a run that finds some writes its report and leaves at once.
@@ -85,8 +85,7 @@ def fuzz_parser(description: str) -> argparse.ArgumentParser:
 
 
 def begin(arguments: argparse.Namespace) -> str | None:
-    """To be called before anything of deep_tile, which reads its settings at their first use. Why there can be no run;
-    None where there can."""
+    """Set up the process before deep_tile reads its settings. Returns why there can be no run, or None."""
     if arguments.bounded_waits:
         os.environ[BOUNDED_WAITS] = "1"
     if arguments.seed is None:
@@ -100,7 +99,7 @@ def begin(arguments: argparse.Namespace) -> str | None:
 
 
 def seconds_left(arguments: argparse.Namespace) -> float:
-    """Of a run whose kernels are ready."""
+    """Time left for a run whose kernels are ready."""
     return min(arguments.seconds, (arguments.until or float("inf")) - time.time())
 
 
@@ -116,7 +115,7 @@ def sms_of(device: str) -> int:
 
 
 class OperandPool:
-    """Large operands, made once, from which those of many products are cut."""
+    """Large operands, made once. Each product takes a slice of them."""
 
     def __init__(self, rows: int, k: int, device: str, seed: int, *, any_bytes: bool = False):
         if any_bytes:
@@ -140,7 +139,7 @@ class OperandPool:
 
 
 class Room(NamedTuple):
-    """What a tensor needs of a buffer."""
+    """The space that a tensor takes in a buffer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -157,7 +156,7 @@ class Room(NamedTuple):
 def reserve(
     rooms: Sequence[Room], device: torch.device | str, *, fill: int = NAN_BYTE, margin: int = _MARGIN
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One buffer of bytes that are all `fill`, and tensors at their places in it, `margin` bytes or more apart."""
+    """Allocate one buffer of bytes equal to `fill`, with the tensors at their places, at least `margin` bytes apart."""
     begins, end = [], 0
     for room in rooms:
         begin = round_up(end + margin, _MARGIN) // room.dtype.itemsize + room.place.offset
@@ -194,8 +193,8 @@ def _written(view: torch.Tensor, values: torch.Tensor, room: Room) -> torch.Tens
 
 
 def load_kernels(configs: Iterable[GemmConfig], device: str, workers: int | None = None) -> dict[str, str]:
-    """Compile and load, by as many threads, in an order of chance, so that processes which load the same ones wait for
-    each other rarely; on the CPU, nothing. Names of those that cannot be, and why."""
+    """Compile and load kernels in parallel; on the CPU do nothing. The order is random, so that processes that load the
+    same kernels rarely wait for each other. Returns the error by name for each kernel that failed."""
     if not on_gpu(device):
         return {}
     index, failures = torch.cuda.current_device(), {}
@@ -243,7 +242,7 @@ class Watch:
         self._moved = time.monotonic()
 
     def add(self, *what: Any) -> None:
-        """All that the current stream has been given belongs to `what`, or to what was added before."""
+        """Attribute all work on the current stream, up to here, to `what` or to what was added before."""
         if not self._cuda:
             return
         if not self._under_way:
@@ -271,12 +270,12 @@ class Watch:
                 time.sleep(2e-5)
 
     def suspects(self) -> list[str]:
-        """What is under way."""
+        """The work that is still under way."""
         return [" ".join(map(str, what)) for _, what in self._under_way]
 
 
 def arm_backstop() -> None:
-    """From now on, until called again: ends the process, with its threads' stacks, should the host itself be stuck."""
+    """Start the timer anew: if the host itself hangs, the process ends and prints its threads' stacks."""
     faulthandler.dump_traceback_later(3 * HANG_SECONDS + 60, exit=True, file=sys.__stderr__)
 
 
@@ -288,7 +287,7 @@ def disarm_backstop() -> None:
 
 
 class Ledger:
-    """Checks whose results are read now and then, so that calls follow each other closely.
+    """Checks whose results are read in batches, so that calls follow each other closely.
 
     Attributes:
         watch: of the calls.
@@ -313,13 +312,13 @@ class Ledger:
         self._pending: list[tuple[int, Any, dict[str, torch.Tensor]]] = []
 
     def add(self, number: int, drawn: Any, faults: dict[str, torch.Tensor]) -> None:
-        """A call of a round, which is enqueued, and how much is wrong about it, by kind, on the device."""
+        """Add an enqueued call and its faults: counts by kind, on the device."""
         self.note(number, drawn, faults)
         self.watch.add(f"round {number}:", drawn)
         self.watch.drain(self._under_way)
 
     def note(self, number: int, drawn: Any, faults: dict[str, torch.Tensor]) -> None:
-        """The same of what nobody waits for."""
+        """Add faults without waiting for their call."""
         self._pending.append((number, drawn, faults))
 
     def end_round(self) -> None:
@@ -327,7 +326,7 @@ class Ledger:
             self.settle()
 
     def settle(self) -> None:
-        """Read what the checks have found."""
+        """Read the faults of all pending checks."""
         self.watch.drain()
         counts = [count for _, _, faults in self._pending for count in faults.values()]
         found = iter(torch.stack(counts).tolist() if counts else ())
@@ -406,7 +405,7 @@ class Fuzzer:
 
 
 def run_rounds(rounds: Fuzzer, arguments: argparse.Namespace, report: "Report") -> None:
-    """In a stream of their own, until time or their number is over."""
+    """Run rounds on a stream of their own until their time or number is reached."""
     rounds.load()
     if on_gpu(arguments.device):
         torch.cuda.synchronize()
@@ -448,7 +447,7 @@ class Report:
         self.findings: list[dict[str, Any]] = []
 
     def find(self, kind: str, **details: Any) -> None:
-        """Count a finding, and keep and print the first ones; of a launch that hung, what its warps waited for."""
+        """Count a finding; keep and print the first ones. For a hang, add the report of the bounded waits."""
         if self.fields["bounded_waits"] and kind in ("hang", "failure"):
             details["waits"] = watch.report()
         self.found[kind] = self.found.get(kind, 0) + 1
@@ -457,7 +456,7 @@ class Report:
             print(f"FOUND {kind}: {details}", file=sys.stderr, flush=True)
 
     def adopt(self, found: dict[str, int], findings: list[dict[str, Any]]) -> None:
-        """Add what another run has found."""
+        """Add the findings of another run."""
         self.findings += findings
         for kind, count in found.items():
             self.found[kind] = self.found.get(kind, 0) + count
@@ -487,7 +486,7 @@ class Report:
 
 
 def leave(status: int) -> int:
-    """The status to return, or the end of the process where the GPU still works on what never ends."""
+    """Return the status. Where the GPU still runs work that never ends, end the process instead."""
     if status in (HANG, FAILED):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Any cast to FP8, and any call that copies on the way, checked: values, what lies around results, repeatability.
+"""Check any cast to FP8, and any call that copies its inputs: values, memory around results, repeatability.
 
     PYTHONPATH=. python tests/fuzz_casts.py --seconds 120 --out casts.json [--seed N] [--first-round R --rounds 1]
 
@@ -55,24 +55,24 @@ MOST_GROUPS, MOST_EXPERTS = 1024, 2**15 - 2
 
 DEFAULT_FLOOR = inspect.signature(deep_tile.per_token_cast_to_fp8).parameters["amax_floor"].default
 FLOORS = (None, None, 1e-4, 1e-10, 2.0**-80, SMALLEST_AMAX_FLOOR, *((0.0,) if SMALLEST_AMAX_FLOOR < 2.0**-80 else ()))
-"""None: the default. 0, where it is taken, means the smallest."""
+"""None stands for the default. 0, where it is taken, means the smallest floor."""
 
 VALUES = ("normal", "normal", "small", "mixed", "huge", "zeros", "ties", "odd")
-"""Of inputs that are cast; see `Pool`."""
+"""Kinds of values of inputs that are only cast; see `Pool`."""
 
 TAME_VALUES = ("normal", "normal", "zeros", "ties")
-"""Of those that are multiplied, too."""
+"""Kinds of values of inputs that are also multiplied."""
 
 LINEAR_M, LINEAR_N, LINEAR_K = (1, 64, 65, 128, 200, 300), (8, 136, 256), (16, 512, 1000)
 CAST_COLUMNS = (8, 128, 256, 304)
 TRUNCATION = 2.0**-7
-"""Most that WGMMA leaves out of a K block of 128 equal terms, relative to their sum: each may lose 2^-13 of it."""
+"""Largest relative error of WGMMA's truncation, for a K block of 128 equal terms: each may lose 2^-13 of the sum."""
 
 SMALLEST_STEP = 2.0**-149
 """Between denormal FP32 numbers."""
 
 FINISHES = (("bf16", "none"), ("bf16", "bf16"), ("fp32", "fp32"), ("fp32", "none"), ("fp16", "none"), ("fp16", "fp16"))
-"""Formats of the result and of the bias of a linear layer."""
+"""Formats of a linear layer's result and bias."""
 
 FILLS = (NAN_BYTE, NAN_BYTE, 0x7F)
 """Bytes around inputs: NaN in every format; or huge numbers and NaN, which as integers are rows far away."""
@@ -90,11 +90,11 @@ _SHOWN = 6
 """Elements of a wrong result that are listed."""
 
 
-# What is drawn.
+# Draws.
 
 
 class Tensor(NamedTuple):
-    """An input, or a result that is given.
+    """An input, or a given result.
 
     Attributes:
         dtype: a name of torch.
@@ -115,7 +115,7 @@ class Tensor(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One call: what is needed to make it again. `case` is a name of CASES, whose results `targets` are among."""
+    """All that is needed to make one call again. `case` is a key of CASES; `targets` are the results that are given."""
 
     case: str
     inputs: dict[str, Tensor]
@@ -157,7 +157,7 @@ def draw_matrix(random: Random, sizes: Sizes, *, empty: bool = True) -> tuple[in
 
 
 def draw_leading(random: Random, rows: int) -> tuple[int, ...]:
-    """Leading dimensions of about as many rows, and of none if there are none."""
+    """Leading dimensions with about `rows` rows in total; with none if `rows` is 0."""
     dims = random.choice((1, 1, 1, 1, 0, 2, 2, 3))
     if dims == 0:
         return ()
@@ -215,7 +215,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def strides_of(shape: tuple[int, ...], row: int, column: int) -> tuple[int, ...]:
-    """Of a tensor whose rows, which all leading dimensions count, are `row` elements apart."""
+    """Strides of a tensor whose rows, counted over all leading dimensions, are `row` elements apart."""
     strides = [column]
     for size in shape[-2::-1]:
         strides.insert(0, row)
@@ -224,7 +224,7 @@ def strides_of(shape: tuple[int, ...], row: int, column: int) -> tuple[int, ...]
 
 
 def draw_rows_of_result(random: Random, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """With adjacent columns, and rows that do not overlap."""
+    """A target with adjacent columns and rows that do not overlap."""
     vector = ALIGNMENT_BYTES // getattr(torch, dtype).itemsize
     columns = max(1, shape[-1])
     aligned = round_up(columns, vector) + vector * random.choice((0, 0, 1, 3))
@@ -242,7 +242,7 @@ def draw_scale_of_result(random: Random, shape: tuple[int, ...]) -> Tensor:
 
 
 def draw_targets(random: Random, shape: tuple[int, ...], block_rows: int = 1) -> dict[str, Tensor]:
-    """The two results of a cast, one of them, or none."""
+    """Both targets of a cast, one of them, or none."""
     targets = {}
     if random.random() < GIVEN_SHARE:
         targets["out"] = draw_rows_of_result(random, shape, "float8_e4m3fn")
@@ -287,7 +287,7 @@ def lying(random: Random, numbers: list[int], rows: int) -> tuple[int, ...]:
 
 
 def draw_index(random: Random, shape: tuple[int, ...], rows: int, **how) -> Tensor:
-    """Of rows, some of which there are not."""
+    """Row numbers, some out of range."""
     dtype = random.choice(("int32", "int64"))
     if prod(shape) < 20 and dtype == "int64" and len(shape) == 1:
         extremes = (-(2**63), -(2**32), -1, 0, rows, 2**32, 2**63 - 1)
@@ -304,7 +304,7 @@ def draw_per_token(random: Random, sizes: Sizes) -> Drawn:
 
 
 def draw_listed(random: Random, sizes: Sizes) -> Drawn:
-    """Of rows by an index, of living rows, or both."""
+    """A cast of rows by an index, of living rows, or both."""
     rows, k = shape = draw_matrix(random, sizes)
     inputs = {"x": draw_source(random, shape)}
     kinds = random.choice((("rows",), ("offs",), ("rows", "offs")))
@@ -389,7 +389,7 @@ def draw_transposed(random: Random, sizes: Sizes) -> Drawn:
 
 
 def draw_both(random: Random, sizes: Sizes) -> Drawn:
-    """Without targets, and with bounds whose dead rows can be told."""
+    """A cast in both directions, without targets and with ends that do not decrease."""
     inputs, _, options = draw_transposed(random, sizes)
     rows = inputs["rows"].shape[0] if "rows" in inputs else inputs["x"].shape[0]
     bounds = inputs.pop("offs", None)
@@ -401,7 +401,7 @@ def draw_both(random: Random, sizes: Sizes) -> Drawn:
 
 
 def draw_weights_shape(random: Random, sizes: Sizes) -> tuple[int, ...]:
-    """Of a layer, or of experts."""
+    """The shape of a layer's weight, or of the experts' weights."""
     n, k = draw_matrix(random, sizes._replace(elements=sizes.elements // 3))
     return (random.choice((1, 2, 3)), n, k) if random.random() < 0.4 else (n, k)
 
@@ -443,13 +443,13 @@ def draw_dequantize(random: Random, sizes: Sizes) -> Drawn:
 
 
 def draw_narrow_scale(random: Random, shape: tuple[int, ...], values: str) -> Tensor:
-    """Of any dtype that calls take."""
+    """A scale in any dtype that calls take."""
     dtype = name_of(random.choice(SCALE_DTYPES))
     return draw_input(random, shape, dtype, "bytes" if dtype == "float8_e8m0fnu" and values != "scales" else values)
 
 
 def draw_layer(random: Random, leading: tuple[int, ...], n: int, finish: tuple[str, str]) -> Drawn:
-    """What a linear layer takes beside its input and weight."""
+    """Arguments of a linear layer apart from its input and weight."""
     inputs, targets = {}, {}
     of_result, of_bias = (OUTPUTS[name].dtype if name != "none" else "" for name in finish)
     if of_bias:
@@ -465,7 +465,7 @@ def draw_layer(random: Random, leading: tuple[int, ...], n: int, finish: tuple[s
 
 
 def draw_operand(random: Random, rows: int, k: int) -> Tensor:
-    """Of a product: rows begin at multiples of 16 bytes."""
+    """An operand of a GEMM: its rows begin at multiples of 16 bytes."""
     row = round_up(k, ALIGNMENT_BYTES) + ALIGNMENT_BYTES * random.choice((0, 0, 1, 5))
     return Tensor((rows, k), "float8_e4m3fn", Place((row, 1), ALIGNMENT_BYTES * random.choice((0, 3))), "codes")
 
@@ -521,7 +521,7 @@ def draw_gemm_cast(random: Random, sizes: Sizes) -> Drawn:
 
 
 def is_aligned(result: Tensor | None) -> bool:
-    """Whether TMA can store to it, in FP8."""
+    """Whether TMA can store FP8 results to it."""
     return result is None or all(
         number % ALIGNMENT_BYTES == 0 for number in (result.place.strides[0], result.place.offset)
     )
@@ -535,7 +535,7 @@ def quantizing_configs(bias: str, activation: str) -> tuple[GemmConfig, ...]:
 
 
 class Pool:
-    """Values of every kind, made once, of which inputs get parts. By name:
+    """Values of every kind, made once; inputs take slices of them.
 
     normal: samples. small, huge: likewise, each 128 of a magnitude from 1 down to 1e-38, or up to 1e38. mixed: each
     number of its own magnitude. zeros: of both signs, and denormals. ties: half way between two numbers of e4m3, times
@@ -548,7 +548,7 @@ class Pool:
         self._values: dict[tuple[str, str], torch.Tensor] = {}
 
     def cut(self, random: Random, wanted: Tensor) -> torch.Tensor:
-        """What an input is to hold."""
+        """Draw the values of an input."""
         if isinstance(wanted.values, tuple):
             return torch.tensor(wanted.values, dtype=getattr(torch, wanted.dtype), device=self._device)
         count = prod(wanted.shape)
@@ -564,7 +564,7 @@ class Pool:
         return self._values[name, dtype]
 
     def _converted(self, name: str, dtype: str) -> torch.Tensor:
-        """The same whatever was made before."""
+        """The values in this dtype, independent of what was converted before."""
         is_made = dtype == "float32" or name in ("bytes", "codes", "index")
         wide = None if is_made else self._all(name, "float32")
         self._generator.manual_seed(Random(f"{self._seed}:{name}:{dtype}").randrange(2**31))
@@ -636,7 +636,7 @@ class Pool:
 
 
 def make(pool: Pool, drawn: Draw) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One buffer, and in it the inputs by name."""
+    """The inputs by name, in one buffer."""
     random = Random(drawn.seed)
     values = [pool.cut(random, wanted) for wanted in drawn.inputs.values()]
     buffer, placed = lay_out(values, [wanted.place for wanted in drawn.inputs.values()], fill=drawn.fill)
@@ -667,7 +667,7 @@ class Guarded:
         self.targets = {name: x.view(getattr(torch, target.dtype)) for (name, target), x in named}
 
     def written_elsewhere(self, living: dict[str, torch.Tensor | None]) -> torch.Tensor:
-        """Which bytes have changed that a call has no business to write; overwrites what it has.
+        """Mark the bytes that a call wrote outside of its targets. Overwrites the targets.
 
         Args:
             living: of each result what may be written, as a mask; None: all of it.
@@ -686,11 +686,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-# What is expected.
+# Expected results.
 
 
 class Result(NamedTuple):
-    """One of a call's.
+    """One result of a call.
 
     Attributes:
         living: a mask of what is written; None: all.
@@ -705,7 +705,7 @@ class Result(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Of a call: its results, and which of their elements are wrong, given dense copies of them."""
+    """A call's results, and a function that marks their wrong elements, given dense copies."""
 
     results: tuple[Result, ...]
     faults: Callable[..., dict[str, torch.Tensor]]
@@ -716,7 +716,7 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def of_cast(drawn: Draw, shape: tuple[int, ...], living: Any = (None, None), block_rows: int = 1) -> tuple[Result, ...]:
-    """The results of a cast of this shape; `living` of each."""
+    """Both results of a cast of this shape, each with its `living` mask."""
     rows, columns = prod(shape[:-1]), scale_shape(shape, block_rows)[-1]
     along_rows = {"row": (columns, 1), "m": (1, rows), "m_aligned": (1, round_up(rows, 4))}
     row, column = along_rows[drawn.options.get("scale_layout", "row" if block_rows > 1 else "m_aligned")]
@@ -877,8 +877,8 @@ def expect_dequantize(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
 
 
 def exact_linear(operands: Operands) -> Exact:
-    """The product, its spread with room for inputs that are no samples: with strides of 0 all errors have one sign, and
-    denormals are rounded with every K block, as are products of scales that are denormal."""
+    """The exact product. Its spread leaves room for inputs that are no random samples: with strides of 0 all errors
+    have one sign, and denormal results and denormal products of scales are rounded in every K block."""
     exact = exact_product(operands)
     blocks = [exact_product(block).value.abs() for block in blocks_of(operands)]
     a, a_scale, b, b_scale = operands
@@ -928,7 +928,7 @@ def expect_gemm_cast(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
 
 
 class Case(NamedTuple):
-    """Calls of a function, and how many of them there are."""
+    """The calls of a function, with their weight in the draw."""
 
     function: str
     weight: int
@@ -960,7 +960,7 @@ CASES = {
 
 
 def check(pool: Pool, drawn: Draw, device: str, beside: Callable[[], None]) -> dict[str, torch.Tensor]:
-    """Call twice: masks of what is wrong about that, by kind, left on the device."""
+    """Make a call twice. Returns masks of wrong elements by kind, on the device."""
     buffer, inputs = make(pool, drawn)
     untouched, guarded = buffer.clone(), Guarded(drawn, device)
     expected = CASES[drawn.case].expect(drawn, inputs)
@@ -983,7 +983,7 @@ def check(pool: Pool, drawn: Draw, device: str, beside: Callable[[], None]) -> d
 
 
 def _oddity(x: torch.Tensor, wanted: Result, guarded: Guarded) -> str | None:
-    """What is wrong about a result before anybody reads it."""
+    """A wrong shape, dtype or stride of a result, checked before its values."""
     if tuple(x.shape) != wanted.shape or x.dtype != wanted.dtype:
         return f"{wanted.name}: {list(x.shape)} of {x.dtype}"
     if wanted.name in guarded.targets:
@@ -995,7 +995,7 @@ def _oddity(x: torch.Tensor, wanted: Result, guarded: Guarded) -> str | None:
 
 
 def examine(masks: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Of a call that was found wrong, done once more: how many elements of each kind, and where the first ones are."""
+    """Count a wrong call's elements by kind, and list the first ones."""
     return {
         name: {"count": len(at), "first": at[:_SHOWN]}
         for name, mask in masks.items()
@@ -1030,7 +1030,7 @@ class Fuzzer(campaign.Fuzzer):
 
 
 def kernels_of_products(num_sms: int) -> list[GemmConfig]:
-    """What linear layers of those that are drawn take, what casts its result by itself, and such products without the
+    """The kernels that the drawn linear layers need, those that cast their own result, and the same GEMMs without the
     cast."""
     kernels: dict[GemmConfig, None] = {}
     ways = product(LINEAR_M, LINEAR_N, LINEAR_K, (True, False), (True, False), FINISHES)

@@ -1,4 +1,4 @@
-"""Any call of `fp8_gemm`, checked: values, what lies around `out`, inputs, repeatability, how far unusual values reach.
+"""Check any call of `fp8_gemm`: values, memory around `out`, inputs, repeatability, the reach of special values.
 
     PYTHONPATH=. python tests/fuzz_gpu.py --seconds 420 --out fuzz.json [--seed N] [--first-round R --rounds 1 --serial]
 
@@ -118,7 +118,7 @@ def arrange(values: Operands, places: tuple[Place, ...]) -> tuple[torch.Tensor, 
 
 
 def check_use(sample: Sample, call: Call) -> dict[str, torch.Tensor]:
-    """Multiply twice, and once more without special values: what is wrong about that, by kind; all 0 if nothing is.
+    """Multiply twice, and once more without special values. Returns counts of wrong elements by kind, 0 if none.
 
     The kernel before each product writes `out`, and never `b`, as `constant_weights` asks.
     """

@@ -1,4 +1,4 @@
-"""Any grouped product of rows, checked: values, rows that belong to no group, what lies around `out`, repeatability.
+"""Check any GEMM of row groups: values, rows of no group, memory around `out`, repeatability.
 
     PYTHONPATH=. python tests/fuzz_groups.py --seconds 120 --out groups.json [--seed N] [--first-round R --rounds 1]
 
@@ -37,7 +37,7 @@ _NAN_CODES = (0x7F, 0xFF)
 
 
 class Draw(NamedTuple):
-    """One product: what is needed to make it again."""
+    """All that is needed to make one product again."""
 
     kind: str
     operands: str
@@ -65,7 +65,7 @@ class Draw(NamedTuple):
 
     @property
     def is_widened(self) -> bool:
-        """Whether scales are made float32 on the way."""
+        """Whether the call converts its scales to float32."""
         return self.scale_dtype != "float32"
 
 
@@ -138,7 +138,7 @@ def draw_sizes(random: Random, groups: int) -> list[int]:
 
 
 class Pool:
-    """Codes and scales, made once, of which products get parts.
+    """Codes and scales, made once; products take slices of them.
 
     `a` and `b` are cut from different samples: a row of both would be a sum of squares, of which WGMMA cuts off the
     last bits all in one direction.
@@ -156,7 +156,7 @@ class Pool:
         self._scales = torch.exp2(torch.rand(1 << 22, generator=generator, device=device) * 4 - 2)
 
     def codes(self, random: Random, kind: str, operand: str, *shape: int) -> torch.Tensor:
-        """Of `a` or `b`, with rows at multiples of 16 bytes."""
+        """Codes of `a` or `b`, with rows at multiples of 16 bytes."""
         *rows, k = shape
         stride, count = round_up(k, 16), 1
         for size in rows:
@@ -174,7 +174,8 @@ class Pool:
 
 
 class Product(NamedTuple):
-    """Operands of a draw, all rows below each other; scales of rows are of one block, and without any they are 1.
+    """The operands of a draw, with all rows in one matrix. Scales of rows count as one K block; without scales they are
+    1.
 
     Attributes:
         given_scales: those of a and b as the call takes them, of the same values.

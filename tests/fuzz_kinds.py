@@ -1,4 +1,4 @@
-"""Any call of the other products, checked: every kind, finish and format, weight gradients of one weight and of groups.
+"""Check any call of the other GEMMs: every kind, epilogue and output format, weight gradients, also of groups.
 
     PYTHONPATH=. python tests/fuzz_kinds.py --seconds 120 --out kinds.json [--seed N] [--first-round R --rounds 1]
 
@@ -53,7 +53,7 @@ from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
 
 GRADIENTS = "groups of gradients"
-"""What `fp8_grouped_wgrad` makes, beside the kinds of `FAMILIES`."""
+"""The family of `fp8_grouped_wgrad`, beside those in `FAMILIES`."""
 
 FINISHES = tuple(product(BIASES, ACTIVATIONS))
 CALLS = {
@@ -76,17 +76,16 @@ SCALE_FORMS = {
     "one": lambda scale: scale[:1],
     "number": lambda scale: scale[0, 0],
 }
-"""Of scales of rows [rows, 1], as a call may be given them."""
+"""Forms in which a call may be given scales of rows [rows, 1]."""
 
 GROUPS = (1, 2, 3, 8, 16, 31, 32, 33, 64, 130)
 LARGE = Limits(m=2048, n=2048, k=2048, out=1 << 21)
 LARGE_SHARE = 0.02
 MOST_ELEMENTS = 1 << 22
-"""Of an operand or an `out`."""
+"""Most elements of an operand or an `out`."""
 
 _VARIANT = 8
-"""Kernels of one kind, format and finish: half of them choices of the selector, of which as many serve 3 of 4
-problems."""
+"""Kernels per kind, format and epilogue. Half of them are choices of the selector, which serve 3 of 4 problems."""
 
 _TRIES = 4
 """Problems drawn until one's choice is among the kernels."""
@@ -95,11 +94,11 @@ _SHOWN = 6
 """Elements of a wrong result that are listed."""
 
 
-# What is drawn.
+# Draws.
 
 
 class Tokens(NamedTuple):
-    """Of groups of gradients.
+    """Groups along K, as weight gradients have them.
 
     Attributes:
         bounds: the token behind each group's last, or lies.
@@ -151,12 +150,12 @@ class Draw(NamedTuple):
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        """Of each group's `out`."""
+        """The shape of each group's `out`."""
         return self.problem.m, self.problem.n // self.config.columns_per_output
 
     @property
     def out_rows(self) -> int:
-        """Of all groups, and between them."""
+        """Rows of all groups, and between them."""
         if self.tokens is None:
             return self.problem.m
         return len(self.tokens.bounds) * (self.problem.m + self.tokens.spare_rows)
@@ -183,8 +182,8 @@ class Draw(NamedTuple):
 
 
 def draw_kernels(random: Random, each: int, num_sms: int) -> list[GemmConfig]:
-    """`each` of every family of kinds and of groups of gradients, in an order of chance; every finish in turn, and
-    every kind and layout of a family."""
+    """Draw `each` kernels of every family of kinds and of grouped gradients, in random order: every epilogue in turn,
+    and every kind and layout of a family."""
     finishes = cycle(random.sample(FINISHES, len(FINISHES)))
     kernels: list[GemmConfig] = []
     for family in (*FAMILIES, GRADIENTS):
@@ -203,7 +202,7 @@ def draw_kernels(random: Random, each: int, num_sms: int) -> list[GemmConfig]:
 
 
 def selectable(config: GemmConfig) -> tuple[GemmConfig, ...]:
-    """Those that the selector chooses from to make what `config` makes."""
+    """The configs that the selector chooses from for the same product as `config`."""
     if config.by_k:
         return grouped_configs("k_offs", config.tma_store, config.accumulate)
     made = config.kind, config.output, config.accumulate, config.bias, config.activation, config.layout
@@ -211,13 +210,12 @@ def selectable(config: GemmConfig) -> tuple[GemmConfig, ...]:
 
 
 def may_be_refused(config: GemmConfig, text: str) -> bool:
-    """Whether an error says that a kernel's warps might fall apart, which a random one's may, and none of the
-    selector's."""
+    """Whether the error says that warps may diverge. That may happen to random kernels, never to the selector's."""
     return text.startswith(f"{config.name} may hang") and config not in selectable(config)
 
 
 def _draw_made(random: Random, kind: str, turn: int, finishes: Iterator[tuple[str, str]]) -> dict[str, Any]:
-    """What kernels of a variant make: fields of a config. Every fourth adds to what `out` holds."""
+    """Config fields that say what a kernel makes. Every fourth adds to `out`."""
     stored = {"tma_store": random.random() < 0.6}
     if kind == GRADIENTS:
         made = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs", "accumulate": random.random() < 0.6}
@@ -233,7 +231,7 @@ def _draw_made(random: Random, kind: str, turn: int, finishes: Iterator[tuple[st
 
 
 def draw(random: Random, kernels: dict[str, GemmConfig], number: int, num_sms: int, limits: Limits) -> Draw:
-    """A call with one of the kernels, each in turn, or whose choice is one of them."""
+    """Draw a call with one of the kernels in turn, or with the selector's choice if that is one of them."""
     config = list(kernels.values())[number % len(kernels)]
     drawn = draw_for(random, config, num_sms, limits)
     if random.random() < 0.4:
@@ -269,7 +267,7 @@ def draw_for(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -
 
 
 def _draw_call(random: Random, config: GemmConfig) -> str:
-    """One that makes such products, of one problem or another."""
+    """Draw a function that makes such products."""
     calls = CALLS[config.product.family]
     if config.kind != "fp8" or config.accumulate:
         calls = [call for call in calls if call != "fp8_gemm"]
@@ -308,7 +306,7 @@ def _draw_tokens(random: Random, limits: Limits) -> Tokens:
 
 
 class Values:
-    """Normal samples, made once, from which inputs are cut, each dtype's when it is first wanted.
+    """Normal samples, made once; inputs take slices, converted to each dtype at its first use.
 
     The two operands are cut from different halves. A row of both would have products that are all positive: WGMMAs,
     which cut off the last bits of sums of FP8 products, are then farther off than `Exact.spread` allows, which is for
@@ -321,7 +319,7 @@ class Values:
         self._converted: dict[torch.dtype, torch.Tensor] = {}
 
     def cut(self, random: Random, dtype: torch.dtype, rows: int, columns: int, *, half: int = 0) -> torch.Tensor:
-        """Of standard deviation 1; integers of 40."""
+        """Values with standard deviation 1; integers with 40."""
         count = rows * columns
         first = random.randrange(self._normal.shape[1] - count + 1)
         return self._all(dtype)[half, first : first + count].view(rows, columns)
@@ -335,7 +333,7 @@ class Values:
 
 
 class Sample(NamedTuple):
-    """The inputs of a call, and what is to come of them.
+    """A call's inputs and its expected result.
 
     Attributes:
         operands: as the call takes them, offsets included.
@@ -384,7 +382,7 @@ def _dtype(element: Element) -> torch.dtype:
 
 
 def _shrinking(k: int) -> float:
-    """By which sums of k products get to a size at which activations bend."""
+    """The factor that brings sums of k products into the range where activations are not linear."""
     return 2.0 ** -round(log2(k) / 2)
 
 
@@ -445,7 +443,7 @@ def _expected(operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None, dra
 
 
 def multiply(sample: Sample, drawn: Draw, out: torch.Tensor) -> None:
-    """One call, into what `out` held before."""
+    """Make one call, into `out` as it is."""
     use, config = drawn.use, drawn.config
     keywords: dict[str, Any] = {"config": use.config, "num_sms": use.num_sms, "pdl": use.pdl}
     if drawn.tokens is not None:
@@ -463,7 +461,7 @@ def multiply(sample: Sample, drawn: Draw, out: torch.Tensor) -> None:
 
 
 def guarded_out(drawn: Draw, device: str) -> GuardedOut:
-    """Of groups [g, m, n], with guarded rows between them."""
+    """A guarded `out`; of groups [g, m, n], with guarded rows between them."""
     use, columns = drawn.use, drawn.out_shape[1]
     layout = {"stride": use.out_stride, "offset": use.out_offset, "dtype": _dtype(drawn.config.out)}
     guarded = GuardedOut(drawn.out_rows, columns, device=device, **layout)
@@ -473,12 +471,12 @@ def guarded_out(drawn: Draw, device: str) -> GuardedOut:
 
 
 def unwritten(dtype: torch.dtype) -> float:
-    """What `out` holds before it is written."""
+    """The value of `out` before the call."""
     return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
-    """Multiply twice: what is wrong about that, by kind, as counts left on the device.
+    """Multiply twice. Returns counts of faults by kind, on the device.
 
     The kernel before each product writes `out`, and never `b`, as `constant_weights` asks.
     """
@@ -503,7 +501,7 @@ def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
 
 
 def faults_of(out: torch.Tensor, sample: Sample, drawn: Draw) -> dict[str, torch.Tensor]:
-    """What is wrong about one result, as counts left on the device."""
+    """Counts of faults of one result, on the device."""
     faults = {"values": are_off(out, sample.exact, sample.accumulation).sum()}
     m, n, k, *_ = drawn.problem
     if min(m, n) >= 16 and k >= 64 and out.numel() >= MANY:
@@ -513,7 +511,7 @@ def faults_of(out: torch.Tensor, sample: Sample, drawn: Draw) -> dict[str, torch
 
 
 def examine(sample: Sample, drawn: Draw) -> dict[str, Any]:
-    """Of a call that was found wrong, done once more: how many elements are off, and what the first ones are."""
+    """Make a wrong call once more: count its wrong elements and list the first ones."""
     out = guarded_out(drawn, str(sample.buffer.device)).out
     out.copy_(torch.full_like(out, unwritten(out.dtype)) if sample.before is None else sample.before)
     multiply(sample, drawn, out)

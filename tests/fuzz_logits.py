@@ -18,7 +18,7 @@ GUARD = 7.25
 FP8 = torch.float8_e4m3fn
 
 TOLERANCES = {torch.float32: 2.0**-11, torch.bfloat16: 2.0**-8}
-"""Of the sum of all magnitudes: WGMMA keeps about 14 bits of products that have up to 7; logits in BF16 have 8."""
+"""Tolerances relative to the sum of magnitudes: WGMMA keeps about 14 bits of products of up to 7 bits; BF16 has 8."""
 
 
 class Drawn(NamedTuple):
@@ -102,7 +102,7 @@ def _integers(random: Random, generator: torch.Generator, count: int, limit: int
 
 
 def check(drawn: Drawn) -> dict[str, torch.Tensor]:
-    """How many logits and bytes of a call are wrong, by what is wrong about them, on its device."""
+    """Counts of wrong logits and bytes of a call by kind, on its device."""
     call = paged_mqa_logits if drawn.paged else mqa_logits
     options = drawn.options if drawn.gives_out else drawn.options | {"clean": True}
     shape = call(*drawn.inputs, **options).shape
@@ -140,7 +140,7 @@ def _define(drawn: Drawn, out: torch.Tensor, options: dict) -> None:
 
 
 def _bound(drawn: Drawn, shape: torch.Size) -> torch.Tensor:
-    """For each row, the largest sum of magnitudes that a logit can have."""
+    """The largest possible sum of magnitudes in each row."""
     q, keys, head_dim = drawn.inputs[0], drawn.inputs[1], drawn.inputs[0].shape[-1]
     weights = drawn.inputs[2 if drawn.paged else 3].abs()
     largest = keys.flatten(1)[:, : 64 * head_dim].view(FP8) if drawn.paged else keys

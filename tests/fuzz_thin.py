@@ -1,4 +1,4 @@
-"""Products by parts of K of any size, layout and magnitude, checked element by element: `thin_gemm`, `prenorm_gemm`.
+"""Check thin GEMMs (`thin_gemm`, `prenorm_gemm`) of any size, layout and magnitude, element by element.
 
     PYTHONPATH=. python tests/fuzz_thin.py --seconds 120 --out thin.json [--seed N] [--first-round R --rounds 1]
 
@@ -25,14 +25,14 @@ LENGTHS = (1, 8, 40, 63, 64, 65, 128, 520, 1000, 4096, 7168, 16384)
 MOST_OPERATIONS = 2**31
 GUARD = 64
 DTYPES = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""And what rounding to them may change, of a number."""
+"""Output dtypes, with their relative rounding error."""
 
 SUM_ERROR = {3: 4e-7, 2: 8e-6}
-"""Of the sum of magnitudes: what is left of FP32 sums, which grows with their length, and of two terms."""
+"""Error relative to the sum of magnitudes, by the number of terms. That of FP32 sums grows with their length."""
 
 
 def matrix(random: Random, *shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Rows that begin at multiples of 16 bytes, some with a gap behind them, of magnitudes that differ."""
+    """Rows that begin at multiples of 16 bytes, some with a gap behind them, of different magnitudes."""
     padded = -(-shape[-1] // 8) * 8 + random.choice((0, 0, 8, 64))
     x = torch.randn(*shape[:-1], padded, device=device)
     if random.random() < 0.5:
@@ -43,7 +43,7 @@ def matrix(random: Random, *shape: int, dtype: torch.dtype, device: str) -> torc
 
 
 class Guarded:
-    """What is written to, between bytes that nobody may touch."""
+    """A target between guard elements that nobody may write."""
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: str):
         self.memory = torch.full((prod(shape) + 2 * GUARD,), float("nan"), dtype=dtype, device=device)

@@ -129,11 +129,12 @@ while program := sys.stdin.readline():
         os._exit(0)
     print("ended", os.waitpid(child, 0)[1], flush=True)
 """
-"""Programs are lines of JSON. Each finds what SETUP left, whatever others did; none pays for torch's import and end."""
+"""Programs are lines of JSON, each run in a fork of the process that has run SETUP: none sees another's changes, and
+none pays for importing torch."""
 
 
 def lines_of_a_program(process: subprocess.Popen) -> list[str]:
-    """What it prints until it has ended, or SETUP has."""
+    """Lines that the process prints until the program, or SETUP, has ended."""
     lines = []
     while not lines or not re.match("ended|$", lines[-1]):
         lines.append(process.stdout.readline())
@@ -144,7 +145,7 @@ def lines_of_a_program(process: subprocess.Popen) -> list[str]:
 
 
 class Launched(NamedTuple):
-    """A kernel's launch: what the driver is asked, and the kernel's argument by field."""
+    """A kernel launch: the driver's call, and the fields of the kernel's argument."""
 
     line: str
     params: dict[str, int | bytes]
@@ -155,7 +156,8 @@ class Launched(NamedTuple):
 
 @pytest.fixture(scope="session")
 def run_pretending(fake_driver):
-    """Runs code that knows all of SETUP; the lines that it shows, and the kernels launched, with an argument `of`."""
+    """Run code after SETUP. Returns the lines that it showed and the kernels that it launched, whose argument is
+    `of`."""
 
     def run(code: str, of: params.Params = params.GEMM) -> tuple[list[str], list[Launched]]:
         code = f'ctypes.c_uint.in_dll(fake, "fake_params_bytes").value = {of.size}\n{code}'
@@ -171,7 +173,7 @@ def run_pretending(fake_driver):
 
 @cache
 def pretending_process(driver: Path) -> subprocess.Popen:
-    """One for all modules whose tests pretend, which has run SETUP; it ends with this one."""
+    """The process that has run SETUP: one for all test modules. It ends with this process."""
     command = [sys.executable, "-c", SETUP + FORK_FOR_EACH_PROGRAM]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, env=os.environ | {"FAKE_DRIVER": str(driver)}, **pipes)
@@ -183,7 +185,7 @@ def pretending_process(driver: Path) -> subprocess.Popen:
 WITHOUT_DLPACK = """
 _launcher.launch_known, _launcher.signature = lambda *ignored: False, lambda *ignored: None
 """
-"""As with a torch that has no DLPack C exchange API."""
+"""Code that makes torch look as if it had no DLPack C exchange API."""
 
 EITHER_WAY = pytest.mark.parametrize(
     ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]

@@ -1,4 +1,4 @@
-"""DeepGEMM's names for BF16 products on deep_tile: each layout, groups of rows and along k, and what is refused."""
+"""DeepGEMM's names for BF16 GEMMs: each layout, row groups, groups along k, and refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""DeepGEMM's names for grouped products on deep_tile: each layout of rows, as engines call, and what is refused."""
+"""DeepGEMM's names for grouped GEMMs: each layout of rows, as engines call them, and refusals."""
 
 import inspect
 
@@ -57,7 +57,7 @@ def test_ends_of_groups(sizes, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_pad_a_group_may_name_it(device):
-    """As engines fill whole blocks of 128: then all of the block's rows are the group's."""
+    """Engines fill whole blocks of 128 so: all rows of the block then belong to the group."""
     case = make_case([5, 0, 130], 72, 256, device=device, alignment=ALIGNMENT, spare=126)
     indices = indices_of(case)
     indices[:128], indices[128:384] = 0, 2
@@ -69,7 +69,8 @@ def test_rows_that_pad_a_group_may_name_it(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_blocks_of_no_group_between_two(device):
-    """Their rows may hold anything afterwards; those of groups are right, and nothing behind the last is written."""
+    """Rows of such blocks may hold anything afterwards. Rows of groups are right, and nothing behind the last is
+    written."""
     case = make_case([5, 40], 72, 256, device=device, alignment=512, spare=300)
     out = case.out
     by_indices(case)(out)
@@ -91,7 +92,7 @@ def test_numbers_that_are_no_group_are_left_out(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_their_own(device):
-    """As DeepEP hands them out: scales with strides (m * k / 128, 1, m), m of no multiple of 4."""
+    """DeepEP's layout: scales with strides (m * k / 128, 1, m), where m is no multiple of 4."""
     sizes = [3, 0, 64, 7, 133]
     case = make_case(sizes, 136, 384, device=device, capacity=135)
     scale = case.a_scale.transpose(1, 2).contiguous().transpose(1, 2)
@@ -115,7 +116,7 @@ def test_another_alignment(device):
 
 @pytest.mark.gpu
 def test_graphs_hold_for_every_layout():
-    """Of indices, too, which are looked at on the device."""
+    """Graphs hold for other indices, too, which the device reads."""
     case = make_case([512] * 4, 136, 256, device="cuda", alignment=ALIGNMENT, spare=0)
     indices, out = indices_of(case), case.out
     call = by_indices(case, indices)
@@ -230,7 +231,7 @@ def test_wrong_heads_launch_nothing():
 
 
 def test_arguments_are_those_of_deep_gemm():
-    """By name and order, as 2.8.1 declares them: those of 2.6.1, and what came behind them."""
+    """Names and order are those of 2.8.1: the arguments of 2.6.1, then newer ones."""
     recipes = ["recipe", "recipe_a", "recipe_b", "compiled_dims", "disable_ue8m0_cast"]
     psum = ["use_psum_layout", "ensure_zero_padding", "expected_m_for_psum_layout"]
     for function, wanted in (

@@ -87,7 +87,7 @@ class Fp8BlockScaledMMLinearKernel:
         layer.processed = True
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs):
-        """A stand-in's: what is cast already comes as a pair, and a class that casts by itself gets a scale of ones."""
+        """A stand-in's call: an input cast before comes as a pair; a class that casts gets a scale of ones."""
         params = self._get_layer_params(layer)
         a, scale = x if isinstance(x, tuple) else (x.view(-1, x.shape[-1]), None)
         assert isinstance(x, tuple) or not self.apply_input_quant
@@ -209,7 +209,7 @@ class Fp8MoeBackend(Enum):
 
 
 class Platform:
-    """Of one GPU with a compute capability, or of none."""
+    """A platform with one GPU of a compute capability, or with none."""
 
     device_type, pass_key = "cpu", "post_grad_custom_post_pass"
 
@@ -307,7 +307,7 @@ def test_registers_once_and_in_front(vllm):
 
 
 def test_the_variable_is_part_of_the_key_of_compiled_graphs(vllm, monkeypatch):
-    """vLLM's key is of all that the table of variables answers."""
+    """vLLM's key covers every value in its table of variables."""
     monkeypatch.delenv("VLLM_USE_DEEP_TILE")
     plugin.register()
     assert not vllm.variables["VLLM_USE_DEEP_TILE"]() and is_untouched(vllm)
@@ -656,7 +656,7 @@ def dequantized(weights, scales):
 
 
 def wanted_of_tokens(x, ids, shares, up, down, gating=torch.nn.functional.silu):
-    """Of each token the weighted sum of what its experts make of it, in FP32."""
+    """Each token's weighted sum of its experts' results, in FP32."""
     wanted = torch.zeros(x.shape, device=x.device)
     for token, chosen in enumerate(ids.tolist()):
         for j, expert in enumerate(chosen):
@@ -667,7 +667,7 @@ def wanted_of_tokens(x, ids, shares, up, down, gating=torch.nn.functional.silu):
 
 
 def run_experts(ours, x, w1, w2, shares, ids, *, scale=None, expert_map=None, on_input=False, everyone=None, **given):
-    """As vLLM calls it, with the output where gate and up lie."""
+    """Call as vLLM does, with the output in the memory of gate and up."""
     tokens, hidden = x.shape
     activation = given.get("activation", MoEActivation.SILU)
     shapes = ours.workspace_shapes(tokens, w1.shape[1], hidden, ids.shape[1], 8, len(w1), None, activation)
@@ -727,7 +727,7 @@ def test_experts_multiply(experts, device, width, given):
 
 @DEVICES
 def test_gating_of_experts(experts, device):
-    """SILU has a limit alone; the packed variant alpha and beta, too, of which the model's count where no other is."""
+    """SILU takes a limit alone. The packed variant also takes alpha and beta; the model's values are the default."""
     (w1, w1_scale), (w2, w2_scale) = stacked(2, 256, 256, device), stacked(2, 256, 128, device)
     x = torch.randn(5, 256, device=device, dtype=torch.bfloat16) / 10
     ids, shares = torch.zeros(5, 1, device=device).int(), torch.ones(5, 1, device=device)

@@ -232,7 +232,7 @@ def test_ops_refuse_what_calls_refuse():
 
 
 def test_a_bias_has_a_stride_and_a_place(run_pretending):
-    """What the kernel is told; a call with a bias takes no launch of one without."""
+    """The kernel gets the bias's address and stride; a call with a bias does not take a launch without one."""
     shown, launched = run_pretending("""
 bias = torch.randn(128, 3)[:, 1]
 for options in ({}, {"bias": bias}, {"bias": bias}, {"bias": bias, "activation": "gelu"}, {}):

@@ -1,4 +1,5 @@
-"""The fuzzers without a GPU: what they draw and expect, that each notices what is wrong, and how their runs end."""
+"""The fuzzers without a GPU: each one notices faults, and its runs end as documented. test_fuzz_draws.py has their
+draws."""
 
 import itertools
 import json
@@ -69,11 +70,11 @@ FUZZERS = {
     "logits": (fuzz_logits, "3", 10, (), {}),
     "train": (fuzz_train, "5", 6, (), {}),
 }
-"""Of each: the module, a seed, rounds, options, and what makes its products small."""
+"""Each fuzzer's module, a seed, rounds, options, and settings that make its products small."""
 
 
 class Left(Exception):
-    """Instead of the end of the process."""
+    """Raised instead of ending the process."""
 
 
 @pytest.fixture
@@ -188,7 +189,7 @@ def last(out):
 
 
 TURNS = itertools.cycle((1, 2))
-"""One for a call and one for its repetition."""
+"""Two values, one for a call and one for its repetition."""
 
 FOUND = {
     "gpu: an element off": (fuzz_gpu, "fp8_gemm", "values", lambda out, _: out[-1, -1].add_(1).mul_(1e4)),
@@ -240,12 +241,12 @@ FOUND = {
         )
     },
 }
-"""Where a fault follows, what it is found as, and the fault."""
+"""The function after which a fault occurs, the kind of finding, and the fault."""
 
 
 @pytest.mark.parametrize("fault", FOUND)
 def test_faults_are_found(run, follow, only, monkeypatch, fault):
-    """In every round of casts and kinds."""
+    """Fuzzers of casts and kinds find them in every round."""
     module, function, kind, cause = FOUND[fault]
     name = fault.partition(":")[0]
     only("per token")
@@ -304,7 +305,7 @@ def test_calls_that_are_refused_are_found(run, monkeypatch, name):
         assert not report.get("products") and not report.get("calls_that_copy")
 
 
-# Of `fp8_gemm`.
+# fuzz_gpu.py.
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +342,7 @@ def test_a_systematic_error_is_noticed(pool, follow):
         fuzz_gpu.assert_right(call, pool, 1)
 
 
-# Of casts.
+# fuzz_casts.py.
 
 
 def kinds(report) -> set[str]:
@@ -368,7 +369,7 @@ def one_more_lives(rows, lists):
 
 
 def misread(x):
-    """As a matrix that lies where the tensor does, if that has room for it."""
+    """A matrix at the tensor's address, if its storage has room for one."""
     columns = x.shape[-1]
     room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     return x.as_strided((x.numel() // columns, columns), (columns, 1)) if x.numel() <= room else right_matrix(x)
@@ -398,7 +399,7 @@ BROKEN = {
     "elements move": ("dequantize", quantize, "_from_blocks", lambda x, s: right_elements(x, s).roll(1), "values"),
     "weights are others": ("linear", linear, "quantize_weight", weight_of_another_size, "values"),
 }
-"""What is broken, in calls of which case, where, by what, and what that is found as."""
+"""The case, what is broken and how, and the kind of finding."""
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -423,7 +424,7 @@ def test_results_that_are_not_as_documented_are_found(run, only, monkeypatch):
     assert status == WRONG and all(kind.startswith("out: strides") for kind in kinds(report))
 
 
-# Of kinds.
+# fuzz_kinds.py.
 
 
 @pytest.fixture(scope="module")
@@ -432,7 +433,7 @@ def kernels():
 
 
 def test_a_wrong_whole_is_found(kernels):
-    """Of elements that are each near enough: all by 0.3 % too small, where BF16 may be off by 0.4 %."""
+    """All elements are 0.3 % too small, where BF16 permits 0.4 % for each."""
     plain = [config for config in kernels if config.kind in ("bf16", "fp16") and config.output == "bf16"]
     values, found = Values("cpu", 3), 0
     for number in range(200):
@@ -467,7 +468,7 @@ def test_rows_between_groups_are_guarded(kernels):
     [(False, True, {}), (True, True, {"not compiled": 1}), (False, False, {"not compiled": 1})],
 )
 def test_kernels_that_do_not_compile_are_found(run, monkeypatch, chosen, divergent, found):
-    """But for random ones whose warps would fall apart: such are refused for good."""
+    """Random kernels with divergent warps are refused, and are no finding."""
     without = []
 
     def load(configs, device, workers):
@@ -486,7 +487,7 @@ def test_kernels_that_do_not_compile_are_found(run, monkeypatch, chosen, diverge
 
 
 class StuckWatch(campaign.Watch):
-    """Of a GPU on which nothing ends."""
+    """The watch of a GPU on which nothing ends."""
 
     def __init__(self, device: str):
         super().__init__("cuda", limit_s=0.01)

@@ -1,4 +1,4 @@
-"""Grouped products: values against float64, what is left alone, and what is refused; on the CPU and on a GPU."""
+"""Grouped GEMMs: values against float64, dead rows, and refusals; on the CPU and on a GPU."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ NAN_BYTE = 0x7F
 
 
 class Case(NamedTuple):
-    """Operands of a grouped product; rows that belong to no group hold NaN.
+    """Operands of a grouped GEMM. Rows of no group hold NaN.
 
     Attributes:
         a, a_scale, b, b_scale, bounds: as `fp8_grouped_gemm` takes them.
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
     @property
     def out(self) -> torch.Tensor:
-        """As the call takes it."""
+        """`out` as the call takes it."""
         out = self.guarded.out
         return out if self.capacity is None else out.unflatten(0, (len(self.rows), self.capacity))
 
@@ -53,14 +53,14 @@ class Case(NamedTuple):
         return exact_product(Operands(a[begin:end], a_scale[begin:end], self.b[group], self.b_scale[group]))
 
     def check(self, **keywords) -> torch.Tensor:
-        """Multiplies into the guarded `out`, and checks each of its rows and what is around them."""
+        """Multiply into the guarded `out`; check its rows and the memory around them."""
         out = self.out
         assert self.call(out, **keywords) is out
         self.check_out()
         return self.guarded.out
 
     def check_out(self) -> None:
-        """Checks what a call has left in the guarded `out`, and around it."""
+        """Check the guarded `out` after a call, and the memory around it."""
         self.guarded.assert_groups(self.rows, lambda group, out: assert_accurate(out, self.exact(group)))
 
 
@@ -182,7 +182,7 @@ def test_narrow_scales(device, dtype):
 )
 @pytest.mark.parametrize("capacity", [None, 25])
 def test_bounds_that_lie(device, bounds, capacity):
-    """Are cut; nothing outside of the tensors is read or written."""
+    """Bounds are clipped: nothing outside of the tensors is read or written."""
     case = make_case([25] * 4, 136, 256, device=device, capacity=capacity, spare=0)
     layout, rows = ("offs", 100) if capacity is None else ("counts", 25)
     bounds = torch.tensor(bounds, dtype=torch.int32)
@@ -206,7 +206,7 @@ def test_nothing_to_do(device):
 @pytest.mark.parametrize("tma_store", [True, False], ids=["tma", "any"])
 @pytest.mark.parametrize("layout", ["offs", "counts"])
 def test_every_config(layout, tma_store):
-    """With groups that end within each box, at its end, and one row behind it."""
+    """Groups end within each box, at its end, and one row behind it."""
     sizes = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 0, 200]
     for config in grouped_configs(layout, tma_store):
         for n, k in ((264, 640), (config.block_n, 128), (1000, 1040)):
@@ -224,7 +224,7 @@ def test_every_config(layout, tma_store):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(40))
 def test_random_draws(seed):
-    """Of the selector's choice, routed as experts are."""
+    """The selector's choice, for rows routed as experts are."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low, high):

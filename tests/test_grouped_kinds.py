@@ -1,4 +1,4 @@
-"""Grouped products of every kind: values against float64, what is left alone, and what is refused; CPU and GPU."""
+"""Grouped GEMMs of every kind: values against float64, dead rows, and refusals; CPU and GPU."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,8 +27,7 @@ OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 
 
 class Case(NamedTuple):
-    """A grouped product; rows of no group hold NaN, or what those bytes are as integers, and so does what lies between
-    groups of `b`.
+    """A grouped GEMM. Rows of no group, and memory between groups of `b`, hold NaN, or its bytes as integers.
 
     Attributes:
         call: the function and its operands, in order.
@@ -46,19 +45,19 @@ class Case(NamedTuple):
 
     @property
     def out(self) -> torch.Tensor:
-        """As the call takes it."""
+        """`out` as the call takes it."""
         out, a = self.guarded.out, self.operands[0]
         return out if a.dim() == 2 else out.unflatten(0, a.shape[:2])
 
     def check(self, **keywords) -> torch.Tensor:
-        """Multiplies into the guarded `out`, and checks each of its rows and what is around them."""
+        """Multiply into the guarded `out`; check its rows and the memory around them."""
         out = self.out
         assert self.call(*self.operands, out=out, **self.bounds, **keywords) is out
         self.check_out()
         return self.guarded.out
 
     def check_out(self) -> None:
-        """Checks what a call has left in the guarded `out`, and around it."""
+        """Check the guarded `out` after a call, and the memory around it."""
         assert len(self.rows) == len(self.products)
         self.guarded.assert_groups(self.rows, self._check_group)
 
@@ -112,7 +111,7 @@ def make_case(
 
 
 def _poisoned(*shape: int, like: torch.Tensor) -> torch.Tensor:
-    """Rows at multiples of 16 bytes, of bytes that are NaN."""
+    """Rows of NaN bytes at multiples of 16 bytes."""
     *rows, columns = shape
     padded = round_up(columns * like.element_size(), 16)
     whole = torch.full((*rows, padded), 0xFF, dtype=torch.uint8, device=like.device)
@@ -120,7 +119,7 @@ def _poisoned(*shape: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _below_each_other(parts: tuple[torch.Tensor, ...], rows: list[tuple[int, int]], total: int) -> torch.Tensor:
-    """What belongs to rows of `a`."""
+    """Put each group's rows of `a` or its scale into one matrix."""
     whole = _poisoned(total, parts[0].shape[1], like=parts[0])
     for part, (begin, end) in zip(parts, rows, strict=True):
         whole[begin:end].copy_(part[: end - begin])
@@ -128,7 +127,7 @@ def _below_each_other(parts: tuple[torch.Tensor, ...], rows: list[tuple[int, int
 
 
 def _apart(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """What belongs to matrices of `b`, each as it lies, with rows of NaN behind it."""
+    """Put each group's matrix of `b` or its scale into one tensor, in its own layout, with rows of NaN behind it."""
     along_rows = parts[0].stride(1) != 1 and parts[0].shape[1] > 1 and parts[0].element_size() == 2
     stored = [part.t() if along_rows else part for part in parts]
     rows, columns = stored[0].shape
@@ -155,7 +154,7 @@ def test_rows_of_their_own(kind, device):
 @pytest.mark.parametrize("k", [64, 192, 256, 320])
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_b_along_n(kind, k, device):
-    """What lies behind a group's K is the next group's, or NaN."""
+    """The next group, or NaN, lies behind a group's K."""
     case = make_case(kind, SIZES, 200, k, device=device, layout="nn")
     assert case.operands[1].stride()[1:] == (1, 200)
     case.check()
@@ -175,7 +174,7 @@ def test_results_of_every_format_wherever_they_lie(kind, device):
 @pytest.mark.parametrize(("kind", "layout"), [*((kind, "nt") for kind in FAMILIES), ("bf16", "nn")])
 @pytest.mark.parametrize("grouping", ["offs", "counts"])
 def test_every_config(kind, layout, grouping):
-    """By TMA and without, of results of 16 and of 32 bits, beside other streams' kernels."""
+    """Stores by TMA and without, results of 16 and of 32 bits, beside kernels of other streams."""
     capacity = 300 if grouping == "counts" else None
     noise, x = torch.cuda.Stream(), torch.randn(1 << 20, device="cuda")
     for output, tma_store in product({KINDS[kind].output, "fp32"} & {*KINDS[kind].outputs}, (True, False)):
@@ -211,7 +210,7 @@ def test_shapes_of_scales_of_rows(kind, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_k_of_columns_that_adjoin(device):
-    """b [1, 5, 1] of the strides (16, 1, 16): nothing but its column stride tells along what it lies."""
+    """b [1, 5, 1] has strides (16, 1, 16): only its column stride tells its layout."""
     a, rows = torch.randn(4, 8, device=device).bfloat16()[:, :1], torch.randn(1, 1, 16, device=device).bfloat16()
     b, offs = rows[..., :5].transpose(1, 2), torch.tensor([4], dtype=torch.int32, device=device)
     assert torch.equal(grouped_gemm(a, b, offs=offs), a * b[0].t())

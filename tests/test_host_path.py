@@ -1,4 +1,4 @@
-"""A warm call's way through operation.py, without a GPU: what is launched, by which path, and what reaches the checks.
+"""The host path of a warm call, without a GPU: which path it takes, what is launched, and what reaches the checks.
 
 See pretending.py. test_host_path_gpu.py has torch's CUDA streams, test_cast_host_path.py the casts.
 """
@@ -90,7 +90,7 @@ KNOWN = {
 @EITHER_WAY
 @pytest.mark.parametrize("call", KNOWN)
 def test_calls_are_known_from_the_second_on(run_pretending, setup, path, call):
-    """One call into C each, with the parameters of the first."""
+    """Each is one call into C, with the parameters of the first."""
     own_setup, arguments = KNOWN[call]
     shown, launched = run_pretending(f"{setup}{own_setup}for _ in range(3): attempt({arguments})")
     assert shown == ["prepare_launch launch", path, path]
@@ -98,13 +98,13 @@ def test_calls_are_known_from_the_second_on(run_pretending, setup, path, call):
 
 
 def needs_a_gpu(bad: BadCall, dlpack: bool) -> bool:
-    """Whether what passes for a GPU here lets such a call pass."""
+    """Whether the pretended GPU lets such a call pass."""
     on_meta = "meta" in bad.what and not dlpack  # Python tells GPUs apart by number, and this one has none
     return bad.needs == "gpu" or on_meta or (bad.what == "is in freed storage" and dlpack)
 
 
 def assert_refused(bad: BadCall, outcome: str, dlpack: bool) -> None:
-    """And launched nothing."""
+    """Assert that a call was refused as it must be, and launched nothing."""
     if not needs_a_gpu(bad, dlpack):
         assert outcome.startswith(bad.error.__name__), (bad.name, outcome)
         assert re.search(bad.seen, outcome) and re.search(bad.remedy, outcome), (bad.name, outcome)
@@ -162,7 +162,7 @@ def test_configs_of_other_products_launch_nothing(run_pretending, call, text):
 
 
 def test_parameters_are_tensors(run_pretending):
-    """Whether they require a gradient or not; what differs in nothing that the checks read shares a launch."""
+    """They may require a gradient or not. Tensors that differ in no property that the checks read share a launch."""
     shown, _ = run_pretending("""
 attempt(fp8_gemm, **good)
 frozen = torch.nn.Parameter(b, requires_grad=False)
@@ -227,7 +227,7 @@ for rows in (5, 64, 300):
     ],
 )
 def test_the_last_tile_is_fetched_by_the_rows_that_it_has(run_pretending, config, m, n, tails):
-    """Of what two blocks share each fetches half, in eights of rows."""
+    """Two blocks that share a box fetch half of it each, in multiples of 8 rows."""
     _, launched = run_pretending(f"""
 out = torch.zeros({m}, {n}, dtype=torch.bfloat16)
 fp8_gemm(*make_operands({m}, {n}, 256, seed=1), out, config={config})
@@ -271,7 +271,7 @@ show(*(options[2] for options in FP8_GEMM.launches))
 
 
 def test_equal_options_of_other_types_are_refused_though_known(run_pretending):
-    """In whichever order they come."""
+    """The order of the values does not matter."""
     shown, launched = run_pretending("""
 for value in (True, 1, 1.0, True, np.int64(1)):
     attempt(fp8_gemm, **good, num_sms=value)
@@ -317,7 +317,7 @@ show(*entries())
 
 
 def test_many_signatures_take_bounded_memory(run_pretending):
-    """12,600 of them, with 300 different options: as many as are remembered, and then half as many again.
+    """12,600 signatures with 300 different options: the limit, and half as many again.
 
     An eighth of what are remembered otherwise; test_host_path_gpu.py has them all.
     """
@@ -383,7 +383,7 @@ def test_scales_of_products(run_pretending, call, arguments, strides):
 
 
 def test_gradients_are_added(run_pretending):
-    """By a kernel of their own: neither call takes the launch of the other."""
+    """Adding and writing are two kernels: neither call takes the launch of the other."""
     code = """
 addresses(a=padded[0], b=padded[1], out=y)
 attempt(fp8_wgrad, **grads)
@@ -399,7 +399,7 @@ attempt(fp8_wgrad, **grads, accumulate=False)
 
 
 def test_calls_alike_do_not_take_each_others_launches(run_pretending):
-    """With one K block and as few columns, scales of blocks and of rows look the same."""
+    """With one K block and one column, scales of blocks and of rows look the same."""
     code = """
 small = bytes_ | {name: bytes_[name][:, :64] for name in "ab"} | {"a_scale": torch.ones(5, 1)}
 small |= {"b": small["b"][:1], "b_scale": torch.ones(1, 1), "out": torch.zeros(5, 1)}
@@ -535,7 +535,7 @@ show(aligned.data_ptr() % 16, moved.data_ptr() % 16, aligned.stride() == moved.s
 
 @EITHER_SETUP
 def test_scales_are_copied_in_bulk_where_they_are_aligned(run_pretending, setup):
-    """Which is another signature."""
+    """An unaligned scale has another signature."""
     shown, launched = run_pretending(
         setup
         + SCALES

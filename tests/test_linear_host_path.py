@@ -1,4 +1,4 @@
-"""The way of a call of `fp8_linear` through the host, without a GPU: what is launched, where its operands are.
+"""The host path of `fp8_linear`, without a GPU: what is launched, and where its operands are.
 
 See pretending.py: CPU tensors pass for GPU tensors, and fake_driver.c is the driver.
 """
@@ -29,7 +29,7 @@ layer = {"x": x, "b": b, "b_scale": b_scale}
 
 @pytest.fixture
 def run(run_pretending):
-    """Runs code that knows all of SETUP; what it shows, and the kernels launched, with an argument `of`."""
+    """Run code after SETUP. Returns the lines that it showed and the launched kernels, whose argument is `of`."""
     return lambda code, of=params.GEMM: run_pretending(SETUP + code, of)
 
 
@@ -42,7 +42,7 @@ def test_second_call_is_one_call_into_c(run, setup, path, more):
 
 
 def test_operands_are_parts_of_the_workspace(run):
-    """Both kernels launch programmatically, and the product may request its weights before the cast has ended."""
+    """Both kernels launch programmatically, and the GEMM may request its weights before the cast has ended."""
     code = """
 kept = []
 allocate = linear._workspace
@@ -99,7 +99,7 @@ show(len(kept()) <= linear._MOST_KEPT)
 
 @pytest.mark.parametrize("odd", ["FakeTensorMode().from_tensor(x)", "x.as_subclass(Subclass)"])
 def test_odd_inputs_leave_no_trace(run, odd):
-    """Whether they are refused or taken, later calls take the shortest way, in a plain workspace."""
+    """Whether such inputs are refused or taken, later calls are known, with a plain workspace."""
     shown, launched = run(f"""
 from torch._subclasses.fake_tensor import FakeTensorMode
 class Subclass(torch.Tensor): pass

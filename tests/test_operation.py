@@ -1,4 +1,4 @@
-"""What follows from the description of an operation, shown by toy_operation.py."""
+"""What the description of an operation yields, shown by toy_operation.py."""
 
 import random
 import re
@@ -14,7 +14,7 @@ from deep_tile.operation import OPERATIONS, Described
 
 
 def drawn(source: random.Random, operation: Described) -> tuple:
-    """Tensors of a right call, but what is written to: sizes and dtypes follow from the description."""
+    """Inputs of a right call: sizes and dtypes follow from the description."""
     sizes = {size: source.randint(0, 9) for arg in operation.args for size in arg.shape.split()}
     inputs = [arg for place, arg in enumerate(operation.args) if place not in operation._outs]
     return tuple(torch.ones([sizes[size] for size in arg.shape.split()], dtype=arg.dtypes[0]) for arg in inputs)

@@ -1,4 +1,4 @@
-"""Weights of 4 bits: packed and back, what they become in FP8, and products with them on the CPU."""
+"""Weights of 4 bits: packing and its inverse, the FP8 that they become, and GEMMs with them on the CPU."""
 
 import pytest
 import torch
@@ -109,7 +109,7 @@ def test_int4_becomes_its_integers_and_each_rows_scale_that_of_a_k_block(columns
 
 
 def test_nibbles_of_integers_become_bytes_of_e4m3():
-    """By the kernel's arithmetic, four bytes at once."""
+    """The kernel's arithmetic converts four bytes at once."""
     codes = torch.arange(16, dtype=torch.uint8)
     weight = codes.view(-1, 2)[:, 0] | codes.view(-1, 2)[:, 1] << 4
     b = pack_weight(weight.repeat(16, 2), torch.ones(16, 1), format="int4_128")

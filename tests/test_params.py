@@ -1,4 +1,4 @@
-"""Kernels' arguments: the tables against a C compiler and cuda.h, what they refuse, and an operand more without C."""
+"""Kernels' arguments: the tables against a C compiler and cuda.h, refusals, and a further operand without C."""
 
 import random
 import re
@@ -53,7 +53,7 @@ def in_c(text: str) -> str:
 
 @TABLES
 def test_layout_is_the_compilers(table):
-    """Of every field; and the text asserts the size and the alignment."""
+    """The offset of every field. The text asserts size and alignment."""
     asserts = [
         f"_Static_assert(offsetof({table.name}, {field.name}) == {table.offsets[field.name]}, {field.name!r});\n"
         f"_Static_assert(sizeof((({table.name} *)0)->{field.name}) == {field.size}, {field.name!r});"
@@ -70,7 +70,7 @@ def test_layout_is_the_compilers(table):
 
 @TABLES
 def test_layout_is_nvrtcs(table):
-    """Which has no offsetof: the size stands for it, because all padding is spelt out."""
+    """NVRTC has no offsetof. The size stands for it, because the text spells out all padding."""
     kernel = f'{table.text}\nextern "C" __global__ void nothing(const __grid_constant__ {table.name} params) {{}}'
     jit.compile_kernel(kernel, "nothing")
     fields = [field for field in table.fields if not field.is_map]
@@ -203,7 +203,7 @@ OF_GROUPS = {"offs": GemmConfig(64, 32, 2, grouping="offs"), "counts": GemmConfi
     ids=str,
 )
 def test_tiles_that_a_kernel_cannot_count_are_refused(problem, config, columns):
-    """Each of the last number of columns that it can, and of one more."""
+    """Tiles up to the last number of columns that a kernel can count are taken, and one more is refused."""
     n = columns * config.block_n
     plan.pack_params(problem._replace(n=n), config, LAYOUT, early_b=False)
     with pytest.raises(ValueError, match=rf"n is {n + 1}, .* into {columns + 1} columns.*config with a larger block_n"):
@@ -217,7 +217,7 @@ def test_one_scale_further_is_not_reached():
 
 
 def test_the_furthest_scale_is_reached():
-    """The last element may be the last that 32 bits count; what is never multiplied may be any."""
+    """The last element may be the last that 32 bits count; values that are never multiplied may be any."""
     for m, k, strides in (
         (3, 7168, (2**29 - 28, 1)),
         (1, 7168, (2**40 + 5, 1)),
@@ -262,7 +262,7 @@ def test_parts_of_k_are_whole_runs():
 
 
 def test_tails_fit_their_boxes():
-    """Of every default config: the boxes of a last tile hold its rows, and there is one wherever a tile is not full."""
+    """For every default config the boxes of a last tile hold its rows, and each tile that is not full has one."""
     generator = random.Random(26)
     for config in (*default_configs(True), *default_configs(False)):
         for _ in range(20):

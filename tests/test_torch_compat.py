@@ -1,5 +1,4 @@
-"""torch's names for scaled products on deep_tile: values in torch's layouts, the swapped pair, groups, and what is
-refused."""
+"""torch's names for scaled GEMMs: values in torch's layouts, the swapped pair, groups, and refusals."""
 
 import inspect
 
@@ -20,7 +19,7 @@ SIZES = [(5, 130, 256), (64, 256, 1040), (1, 128, 640), (300, 40, 512)]
 
 
 def torch_s_weight_scale(scale: torch.Tensor) -> torch.Tensor:
-    """[..., k / 128 rounded up to 4, n / 128], of which torch reads columns; the padding is NaN."""
+    """[..., k / 128 rounded up to 4, n / 128], of which torch reads the columns; the padding is NaN."""
     *rows, k_blocks = scale.shape
     padded = scale.new_full((*rows, (k_blocks + 3) // 4 * 4), float("nan"))
     padded[..., :k_blocks] = scale
@@ -28,7 +27,7 @@ def torch_s_weight_scale(scale: torch.Tensor) -> torch.Tensor:
 
 
 def arguments(operands) -> dict:
-    """Of `a` by tokens and `b` by weights."""
+    """Torch's arguments for `a` by tokens and `b` by weights."""
     return {
         "mat_a": operands.a,
         "mat_b": operands.b.t(),
@@ -40,7 +39,7 @@ def arguments(operands) -> dict:
 
 
 def swapped(operands) -> dict:
-    """Of the transposed product."""
+    """Torch's arguments for the transposed product."""
     return {
         "mat_a": operands.b,
         "mat_b": operands.a.t(),
@@ -63,7 +62,7 @@ def test_values(m, n, k, device):
 
 
 def of_recipe(recipe, product) -> dict:
-    """Of scales of rows, of one, or of blocks of 1x128 for both operands."""
+    """Operands and scales of rows, of tensors, or of 1x128 blocks on both sides."""
     a, a_scale, b, b_scale = product.operands
     scales = {TENSOR: (a_scale[0, 0], b_scale[:1]), ROWS: (a_scale, b_scale.t()), TOKENS: (a_scale, b_scale)}[recipe]
     names = ("mat_a", "mat_b", "scale_a", "scale_recipe_a", "scale_b", "scale_recipe_b")
@@ -89,7 +88,7 @@ def test_values_of_other_recipes(recipe, fast, device):
 
 @each_recipe
 def test_fast_sums_are_torch_s_to_choose(recipe, monkeypatch):
-    """And blocks have none."""
+    """Block scales have no fast sums."""
     made = []
     right = dense.scaled_gemm
     monkeypatch.setattr(
@@ -194,7 +193,7 @@ def test_formats_of_results(device, dtype):
 
 @pytest.mark.parametrize("name", ["scaled_mm", "scaled_grouped_mm", "grouped_mm"])
 def test_arguments_are_torch_s(name):
-    """By name, order and default."""
+    """Names, order and defaults are equal."""
     theirs, ours = (
         [(argument.name, argument.default, argument.kind) for argument in inspect.signature(call).parameters.values()]
         for call in (getattr(torch.nn.functional, name), getattr(torch_compat, name))

@@ -291,7 +291,7 @@ def linears(model):
 
 
 def dequantized(wide_model):
-    """In FP32, with the weights that the checkpoint stands for."""
+    """The model in FP32, with the weights of the checkpoint."""
     model = copy.deepcopy(wide_model)
     weights = {name: quantize_weight(module.weight.detach()) for name, module in linears(model).items()}
     model = model.float()
@@ -301,7 +301,7 @@ def dequantized(wide_model):
 
 
 def quantize_inputs(model):
-    """Have each linear of `model` round its input to FP8 first, and multiply in FP32."""
+    """Let each linear of `model` round its input to FP8, and multiply in FP32."""
 
     def rounded(_module, arguments):
         (x,) = arguments
@@ -317,7 +317,7 @@ def prompt(model, batch=2, tokens=37):
 
 
 class Traits(NamedTuple):
-    """What the tests below ask of a model. test_transformers_experts.py has them ask another of a model with experts.
+    """Expectations of the tests below. test_transformers_experts.py runs them with a model with experts.
 
     Attributes:
         batch: prompts whose logits are compared.
@@ -342,7 +342,7 @@ def traits():
 
 @pytest.fixture
 def reference(wide_model):
-    """In FP32, with the weights that the checkpoint stands for."""
+    """The model in FP32, with the weights of the checkpoint."""
     return dequantized(wide_model)
 
 
@@ -397,7 +397,7 @@ def test_greedy_tokens_are_those_of_whole_sequences(model, traits, cache):
 
 @torch.no_grad()
 def assert_greedy(model, generated, off):
-    """All of the 16 generated tokens but `off` have about the largest logit. Of random tokens 1 in 100 has."""
+    """All of the 16 generated tokens but `off` have about the largest logit. 1 in 100 random tokens has."""
     assert generated.shape == (1, 37 + 16)
     logits = model(generated[:, :-1]).logits[:, -16:].float()
     chosen = logits.gather(-1, generated[:, -16:, None])[..., 0]
@@ -422,7 +422,7 @@ def test_a_model_is_one_graph_for_all_lengths(model, traits):
 
 @DEVICES
 def test_a_static_cache_is_compiled_without_a_break(model, traits):
-    """As transformers does by itself on a GPU, with CUDA graphs."""
+    """transformers does so by itself on a GPU, with CUDA graphs."""
     torch.compiler.reset()
     config = CompileConfig(fullgraph=True)
     if model.device.type == "cpu":

@@ -92,7 +92,7 @@ def test_what_somebody_else_replaced_is_left_alone(installed):  # noqa: F811
 
 
 def make_layer(device: str = "cpu", implementation: str = "grouped_mm", **config) -> torch.nn.Module:
-    """A layer of random experts, as transformers makes and fills it; `config` is of the model."""
+    """A layer of random experts, made and filled by transformers; `config` is the model's."""
     sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "hidden_act": "silu"}
     model = SimpleNamespace(_experts_implementation=implementation, **{**sizes, **config})
     kind = use_experts_implementation(
@@ -114,7 +114,7 @@ def routed(tokens: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
 
 
 def in_turn(layer, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The definition, in FP32, expert by expert, with inputs of both products quantised; of FP8 weights or of FP32."""
+    """The definition in FP32, expert by expert, with quantised inputs of both GEMMs; for FP8 or FP32 weights."""
 
     def rounded(values):
         return dequantize(*per_token_cast_to_fp8(values, exact="reciprocal"), block=(1, 128))
@@ -188,7 +188,7 @@ def test_no_tokens(installed, device):  # noqa: F811
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_layer_waits_for_nothing(installed):  # noqa: F811
-    """A CUDA graph of it holds for every routing, and no call of it waits for the GPU."""
+    """A CUDA graph of the layer holds for every routing, and no call of it waits for the GPU."""
     layer = make_layer("cuda")
     given = routed(64, "cuda")
     layer(*given)
@@ -313,7 +313,7 @@ def test_a_checkpoint_stays_fp8(model, wide_model):
 
 @pytest.fixture
 def reference(wide_model) -> torch.nn.Module:
-    """In FP32, with the weights that the checkpoint stands for."""
+    """The model in FP32, with the weights of the checkpoint."""
     model = dequantized(wide_model)
     model.set_experts_implementation("eager")
     for layer in layers_of(model):
@@ -325,7 +325,7 @@ def reference(wide_model) -> torch.nn.Module:
 
 
 def quantize_expert_inputs(model) -> None:
-    """Have each layer of experts round the inputs of both of its products to FP8."""
+    """Let each layer of experts round the inputs of both GEMMs to FP8."""
     for layer in layers_of(model):
         layer.forward = partial(in_turn, layer)
 
@@ -353,7 +353,7 @@ def quantized_in(block: tuple[int, int], weight: torch.Tensor) -> tuple[torch.Te
 
 
 def model_in(block: tuple[int, int], device: str) -> torch.nn.Module:
-    """A linear, experts, and what says how they are saved."""
+    """A linear, experts, and a config that says how they are saved."""
     layer = make_layer(device)
     layer.block_size = block
     linear = finegrained_fp8.FP8Linear(HIDDEN - 16, 128, block_size=block, scale_fmt="ue8m0").to(device)
@@ -378,7 +378,7 @@ def wide_in(block: tuple[int, int], owner: torch.nn.Module, name: str) -> torch.
 @DEVICES
 @pytest.mark.parametrize("block", [(32, 32), (1, 32)], ids=str)
 def test_layers_are_re_based(installed, device, block):  # noqa: F811
-    """Their weights stay what they were, and deep_tile multiplies them: transformers' own functions are not asked."""
+    """The weights keep their values, and deep_tile multiplies them: transformers' own functions are not called."""
     model = model_in(block, device)
     names = {"experts.gate_up_proj", "experts.down_proj", "linear.weight"}
     before = {name: wide_in(block, model.get_submodule(name.split(".")[0]), name.split(".")[1]) for name in names}
@@ -414,7 +414,7 @@ def test_experts_in_fp4_are_re_based(device):
 
 
 def test_experts_with_scales_of_tensors_are_re_based():
-    """Gate and up have one each; in blocks of whole rows of either, nothing changes."""
+    """Gate and up have one scale each. In blocks of whole rows of either, nothing changes."""
     layer = make_layer()
     layer.block_size = None
     scales = {"gate_up_proj": torch.rand(8, 2, 1) + 0.1, "down_proj": torch.rand(8, 1, 1) + 0.1}

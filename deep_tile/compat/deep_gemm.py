@@ -169,8 +169,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
         ensure_zero_padding: means nothing on Hopper, in DeepGEMM either.
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
+    Raises as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     a, a_scale, b, b_scale = arguments.operands(a, b)
@@ -250,8 +249,7 @@ def m_grouped_fp8_gemm_nt_masked(
         expected_m: mean rows per group, for which the kernel is chosen.
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
+    Raises as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     operands = arguments.operands(a, b)
@@ -297,8 +295,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         epilogue: only None.
         ks: `ks_cpu` by its newer name.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
+    Raises as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
     """
     ks_cpu = arguments.lengths(ks_cpu, ks)
     arguments.refuse_finish(epilogue=epilogue)
@@ -387,8 +384,7 @@ def fp8_einsum(
         recipe: (1, 128, 128).
         use_128x4_sfd_layout: only False; the other scale layout is Blackwell's.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`; or another `expr`.
+    Raises as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`; or another `expr`.
     """
     if expr != "bhr,hdr->bhd":
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
@@ -438,8 +434,7 @@ def einsum(
         c: float32 to add, for a sum over b; it may be `d`. None: nothing.
         use_cublaslt: means nothing here.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.einsum`.
+    Raises as `deep_tile.einsum`.
     """
     if _compile_mode:
         if expr != "bmk,bnk->mn":
@@ -466,8 +461,7 @@ def tf32_hc_prenorm_gemm(
         sqr_sum: [m] float32, or [num_splits, m], written to.
         num_splits: K parts to return; None: they are added.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.prenorm_gemm`.
+    Raises as `deep_tile.prenorm_gemm`.
     """
     if _compile_mode:
         thin.precompile_thin()
@@ -493,8 +487,7 @@ def bf16_gemm_nt(
         compiled_dims: means nothing here.
         alpha, epilogue: only None (alpha also 1), as in DeepGEMM on Hopper.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
+    Raises as `deep_tile.gemm`.
     """
     arguments.refuse_finish(alpha, epilogue)
     if _compile_mode:
@@ -528,8 +521,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
         grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout, epilogue: as
             there.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
+    Raises as `deep_tile.grouped_gemm`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     if _compile_mode:
@@ -558,8 +550,7 @@ def m_grouped_bf16_gemm_nt_masked(
         d: [g, m, n] bfloat16 or float32, written to.
         masked_m, expected_m, compiled_dims, epilogue: as there.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
+    Raises as `deep_tile.grouped_gemm`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     if _compile_mode:
@@ -594,8 +585,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
         epilogue: only None.
         ks: `ks_cpu` by its newer name.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
+    Raises as `deep_tile.gemm`.
     """
     ks_cpu = arguments.lengths(ks_cpu, ks)
     arguments.refuse_finish(epilogue=epilogue)

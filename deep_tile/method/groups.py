@@ -4,12 +4,14 @@ Called by the command line and, through `deep_tile.explain_groups`, by users. Or
 selector's; this module only adds arithmetic for readers. No GPU, no torch.
 """
 
-from typing import NamedTuple, TypedDict
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from rich.console import Console
 
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_sizes, round_up
-from deep_tile.kinds import EVERY_KIND, GROUPINGS, RESULTS
+from deep_tile.kinds import EVERY_KIND, GROUPINGS, RESULTS, name_of
 from deep_tile.method.report import Row, table
 from deep_tile.method.roofline import fitting
 from deep_tile.problem import GemmProblem, Groups
@@ -17,6 +19,9 @@ from deep_tile.select import tuned
 from deep_tile.select.choose import grouped_candidates
 from deep_tile.select.hardware import Hardware, named
 from deep_tile.walls import product_flops
+
+if TYPE_CHECKING:
+    import torch
 
 _LAYOUTS = tuple(layout for layout in GROUPINGS if layout != "none")
 
@@ -36,7 +41,7 @@ def derivation(
     k: int,
     *,
     grouping: str = "offs",
-    kind: str = "fp8",
+    kind: str | torch.dtype = "fp8",
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
 ) -> Derivation:
@@ -48,7 +53,7 @@ def derivation(
         raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
     if grouping not in _LAYOUTS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(_LAYOUTS)}")
-    problem = grouped_problem(Groups(grouping, groups, rows), n, k, num_sms, checked_kind(grouping, kind))
+    problem = grouped_problem(Groups(grouping, groups, rows), n, k, num_sms, checked_kind(grouping, name_of(kind)))
     ranked = fitting(grouped_candidates(problem, gpu, tuned.configs(num_sms)), problem.kind, gpu)
     return Derivation(problem, gpu, [(us, config) for us, config, _ in ranked])
 
@@ -92,7 +97,7 @@ def explain_groups(
     k: int,
     *,
     grouping: str = "offs",
-    kind: str = "fp8",
+    kind: str | torch.dtype = "fp8",
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
 ) -> GroupsExplanation:
@@ -105,7 +110,7 @@ def explain_groups(
         n, k: sizes of each group's `b[n, k]`, or of its gradient, in elements.
         grouping: "offs" for contiguous groups, "counts" for the masked layout, "k_offs" for gradients, which sum over
             rows.
-        kind: a name as for `precompile`; "fp8" for gradients.
+        kind: a name, or the operands' torch.dtype, as for `precompile`; "fp8" for gradients.
         hardware, num_sms: as for `explain`.
 
     Returns:
