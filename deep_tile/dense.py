@@ -5,7 +5,7 @@ Called by users. Invariant: a kind is a row in `kinds.KINDS`, and a function is 
 dtypes) to kinds.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,7 +21,6 @@ from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     finished,
-    fp8_gemm_reference,
     gemm_reference,
     row_blocks_gemm_reference,
     rows_gemm_reference,
@@ -59,7 +58,6 @@ class Product(Operation):
         out_dtype: default result dtype; None: the operands', int32 for INT8.
         remedies: texts for unsupported dtypes of `a` and `b`.
         takers: functions for the other dtypes in `tensors.QUANTIZED_DTYPES`.
-        definition: function of operands and result dtype; None: the scaling's entry in `REFERENCES`.
         others: as for `Operation`.
     """
 
@@ -73,11 +71,9 @@ class Product(Operation):
         out_dtype: torch.dtype | None,
         remedies: tuple[str, str],
         takers: Mapping[torch.dtype, str] = MappingProxyType({}),
-        definition: Callable[..., torch.Tensor] | None = None,
         **others,
     ) -> None:
         self.kinds, self.out_dtype, self.remedies, self.takers = kinds, out_dtype, remedies, takers
-        self.definition = definition
         pairs = dict.fromkeys((a, b) for _, a, b in kinds)
         self.dtypes = {a: tuple(b for with_a, b in pairs if with_a == a) for a, _ in pairs}
         self.count = 4 if "_scale " in tensors else 2
@@ -109,9 +105,10 @@ class Product(Operation):
     def readable(self, given: Given) -> Given:
         return *tensors.with_float32_scales(given[: self.count]), *given[self.count :]
 
-    def kind_for(self, dtype: torch.dtype, usual: Kind | None) -> Kind | None:
-        known = [kind for (_, a, b), kind in self.kinds.items() if a == b == dtype]
-        return usual if usual in known else next(iter(known), None)
+    def kind_for(self, dtype: torch.dtype | str, usual: Kind | None) -> Kind | None:
+        if usual in self.kinds.values():
+            return usual
+        return next((kind for (_, a, b), kind in self.kinds.items() if a == b == dtype), None)
 
     def results(self, kind: Kind) -> tuple[torch.dtype, ...]:
         return finishes.of_kind(kind)
@@ -309,8 +306,7 @@ class Dense(Product):
         dtype = torch.float64 if is_finished else out.dtype
         if a.shape[1]:
             scaling = self.kind(given, options).scaling
-            definition = self.definition if self.definition and scaling == "blocks" else REFERENCES[scaling]
-            product = definition(*unpacked(given[: self.count]), dtype)
+            product = REFERENCES[scaling](*unpacked(given[: self.count]), dtype)
         else:
             product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
         if is_finished:
@@ -793,7 +789,6 @@ FP8_GEMM = Dense(
     *("fp8_gemm", _SCALED, _OF_PRODUCTS, FP8_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("quantise with deep_tile.per_token_cast_to_fp8", "quantise with deep_tile.per_block_cast_to_fp8"),
-    definition=fp8_gemm_reference,
     takers=_OTHERS,
     sources=checks.SOURCES,
     to_train="call deep_tile.fp8_linear",
@@ -824,7 +819,6 @@ PACKED_GEMM = PackedDense(
     *("packed_gemm", _SCALED, f"{_OF_PRODUCTS} accumulate", PACKED_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("cast a with deep_tile.per_token_cast_to_fp8, and make b with deep_tile.pack_weight", _ONE_DTYPE),
-    definition=fp8_gemm_reference,
     to_train=_LINEAR,
 )
 FP8_WGRAD = Dense(

@@ -18,7 +18,7 @@ from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.reference import fp8_gemm_reference, grouped_reference
+from deep_tile.reference import grouped_reference
 from deep_tile.select.choose import LEAST_UNPACKED
 
 MAX_TILES = 2**31 - 1
@@ -152,9 +152,7 @@ class Grouped(Product):
         kind = self.kind(given, options)
         if kind.row_scales:
             operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
-        by_blocks = kind.packing and kind.scaling == "blocks"
-        definition = fp8_gemm_reference if kind.name == "fp8" or by_blocks else REFERENCES[kind.scaling]
-        grouped_reference(definition, unpacked(tuple(operands)), out, bounds, options.alignment)
+        grouped_reference(REFERENCES[kind.scaling], unpacked(tuple(operands)), out, bounds, options.alignment)
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared:
         device, problem = given[-1].get_device(), self.problem(given, options)

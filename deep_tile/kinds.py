@@ -165,7 +165,7 @@ KINDS = FAMILIES | {
 
 EVERY_KIND = KINDS | PACKED
 
-_USUAL = {
+USUAL = {
     **{"float8_e4m3fn": "fp8", "float8_e5m2": "fp8_rows_e5m2_e5m2", "int8": "int8", "int32": "int32"},
     **{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
 }
@@ -174,7 +174,7 @@ _USUAL = {
 
 def name_of(dtype: object) -> object:
     """The kind's or format's name for a torch.dtype or its name; anything else unchanged."""
-    return _USUAL.get(str(dtype).removeprefix("torch."), dtype)
+    return USUAL.get(str(dtype).removeprefix("torch."), dtype)
 
 
 class Majors(NamedTuple):

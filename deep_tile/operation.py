@@ -141,7 +141,7 @@ class Operation(ops.Op):
 
     # To be described by products, for `supports` and `precompile`, which have sizes alone.
 
-    def kind_for(self, dtype: torch.dtype, usual: Kind | None) -> Kind | None:
+    def kind_for(self, dtype: torch.dtype | str, usual: Kind | None) -> Kind | None:
         """The kind for operands of this dtype: the `usual` one if it is among the operation's."""
         raise NotImplementedError
 

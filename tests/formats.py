@@ -37,7 +37,7 @@ def spread(x: torch.Tensor, block: tuple[int, int], shape: tuple[int, int], firs
 
 def draw(name: str, shape: tuple[int, ...], device: str = "cpu", spread_of_scales: int = 4, firsts=(0, 0)):
     """Draw a weight in a format, its scale, other arguments, and the exact values in float64. Every code occurs but
-    NaN. Half of the draws have power-of-two scales where the format permits others."""
+    NaN. Half of the draws have power-of-two scales where the format permits others. Codes are drawn on the device."""
     *leading, n, k = shape
     of = FORMATS[name]
     block = of.rows or firsts[0] + n, of.columns or firsts[1] + k
@@ -55,17 +55,18 @@ def draw(name: str, shape: tuple[int, ...], device: str = "cpu", spread_of_scale
         mantissas = 1 + torch.rand(groups) * (torch.rand(()) < 0.5)
         scale = torch.exp2(exponents.float()) * mantissas
     if of.packed:
-        weight = torch.randint(0, 256, (*leading, n, k // 2), dtype=torch.uint8)
-        of_codes = INT4 if name.startswith("int4") else E2M1
-        values = of_codes[torch.stack([weight % 16, weight // 16], -1).flatten(-2).long()]
+        weight = torch.randint(0, 256, (*leading, n, k // 2), dtype=torch.uint8, device=device)
+        of_codes = (INT4 if name.startswith("int4") else E2M1).to(device)
+        values = of_codes[torch.stack([weight % 16, weight // 16], -1).flatten(-2).int()]
     else:
-        weight = torch.randint(0, 255, (*leading, n, k), dtype=torch.uint8)
-        weight[weight % 128 == 127] = 3
-        weight = weight.view(FP8_DTYPE)
-        values = weight.double()
-    exact = values * spread(scale, block, (n, k), firsts) * factor
+        weight = torch.randint(0, 255, (*leading, n, k), dtype=torch.uint8, device=device)
+        weight = weight.masked_fill(weight % 128 == 127, 3).view(FP8_DTYPE)
+        values = weight.float().double()
+    scale = scale.to(device)
+    factor = factor.to(device) if isinstance(factor, torch.Tensor) else factor
+    exact = values * spread(scale.float(), block, (n, k), firsts) * factor
     if name == "fp8_channel":
         scale = scale[..., 0]
     elif name == "fp8_tensor":
         scale = scale[..., 0, 0]
-    return weight.to(device), scale.to(device), arguments, exact
+    return weight, scale, arguments, exact

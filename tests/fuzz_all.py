@@ -40,7 +40,7 @@ COMMANDS = {
 }
 """Commands by name. Kernels are so few that 16 cores compile them within a minute or two."""
 
-PROCESSES = {"gpu": 4, "groups": 3, "kinds": 4, "casts": 4, "formats": 1, "logits": 1, "thin": 1, "train": 1}
+PROCESSES = {"gpu": 4, "groups": 3, "kinds": 4, "casts": 4, "formats": 2, "logits": 1, "thin": 1, "train": 1}
 """Processes of each fuzzer, for 16 cores. `stress` occupies SMs on purpose, so it runs only on request."""
 
 COUNTS = ("products", "calls_that_copy", "rounds", "configs")

@@ -25,7 +25,7 @@ def device(request) -> str:
 
 def assert_re_based(result: blocks.Blocks, exact: torch.Tensor) -> None:
     """Assert that elements are the nearest for their scales, blocks fill e4m3's range, and the report is right."""
-    weight, scale, report = result.weight.cpu(), result.scale.cpu(), result.report
+    weight, scale, report, exact = result.weight.cpu(), result.scale.cpu(), result.report, exact.cpu()
     assert (weight.dtype, scale.dtype, weight.shape) == (FP8_DTYPE, torch.float32, exact.shape)
     each = spread(scale, (128, 128), exact.shape[-2:])
     wanted = nearest_e4m3((exact / each).float().numpy())

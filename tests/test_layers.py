@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "finishes": {"kinds", "ops", "tensors"},
     "options": {"config", "finishes"},
     "operation": {"_launcher", "kinds", "launches", "ops", "options", "tensors"},
-    "checks": CALL | {"finishes"},
+    "checks": CALL | {"finishes", "packed"},
     "parts": {"_launcher", "cast", "codegen", "config", "kinds", "params"},
     "thin": {"_launcher", "cast", "checks", "config", "finishes", "jit", "launches", "operation", "ops", "options"}
     | {"params", "parts", "select", "tensors"},
@@ -118,7 +118,7 @@ MAY_IMPORT = {
     | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
-    | {"options", "quantize", "replaceable", "tensors", "train"},
+    | {"kinds", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
     "compat": CALL
     | {
         "checks",
@@ -183,6 +183,7 @@ WITH_TORCH = {
     "integrations.transformers_weights",
     "integrations.vllm_experts",
     "integrations.vllm_linear",
+    "integrations.vllm_mxfp4",
     "integrations.vllm_passes",
     "launches",
     "linear",
@@ -244,7 +245,7 @@ ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
 OTHERS_PACKAGES = {"sglang", "transformers", "vllm"}
 """Imported by the functions that need them alone: deep_tile does without."""
 
-WITHIN_VLLM = {"integrations.vllm_experts", "integrations.vllm_linear", "integrations.vllm_passes"}
+WITHIN_VLLM = {f"integrations.vllm_{name}" for name in ("experts", "linear", "mxfp4", "passes")}
 """Modules with subclasses of vLLM's: imported once vLLM has called its plugin."""
 
 

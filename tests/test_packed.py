@@ -236,7 +236,7 @@ def test_the_weight_is_unpacked_for_many_rows_alone(name):
 def test_kernels_of_large_products_are_made_ready_too(monkeypatch, name):
     loaded, unpacking = [], []
     monkeypatch.setattr(plan, "load_kernels", lambda configs, *_: loaded.extend(configs))
-    monkeypatch.setattr(kernels, "load_kernels", lambda device, workers, kernels: unpacking.extend(kernels))
+    monkeypatch.setattr(kernels, "load_kernels", lambda device, workers, kernels, *_: unpacking.extend(kernels))
     deep_tile.precompile([(2112, 7168, 4096)], kind=name)
     assert {config.kind for config in loaded} == {name, choose.in_fp8(GemmProblem(1, 16, 16, kind=name)).kind}
     assert unpacking == [kernels.UNPACK[name]]

@@ -4,9 +4,8 @@ import inspect
 
 import pytest
 import torch
+from grouped_case import Case, make_case
 from helpers import assert_accurate, exact_product, make_operands, make_product, same_bits
-from test_grouped import Case, make_case
-from test_grouped_kinds import make_case as of_kind
 from torch.nn.functional import ScalingType, SwizzleType
 
 from deep_tile import dense, fp8_gemm, scaled_gemm, torch_compat
@@ -230,7 +229,7 @@ def of_groups(case: Case) -> dict:
 @pytest.mark.parametrize("device", DEVICES)
 def test_groups(device, capacity):
     sizes = [3, 0, 130, 64] if capacity is None else [40] * 3
-    case = make_case(sizes, 200, 640, device=device, capacity=capacity, a_scale="column")
+    case = make_case("fp8", sizes, 200, 640, device=device, capacity=capacity, scales="column")
     given = of_groups(case)
     out = torch_compat.scaled_grouped_mm(**given)
     assert out.is_contiguous() and out.shape == (*case.a.shape[:-1], 200)
@@ -246,7 +245,7 @@ def test_groups(device, capacity):
 
 
 def test_groups_compile():
-    given = of_groups(make_case([3, 0, 30], 200, 256, spare=0))
+    given = of_groups(make_case("fp8", [3, 0, 30], 200, 256, spare=0))
     compiled = torch.compile(torch_compat.scaled_grouped_mm, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**given), torch_compat.scaled_grouped_mm(**given))
 
@@ -256,9 +255,9 @@ def test_groups_compile():
 @pytest.mark.parametrize("device", DEVICES)
 def test_groups_with_scales_of_rows(device, fast, capacity):
     sizes = [3, 0, 130, 64] if capacity is None else [40] * 3
-    case = of_kind("fp8_rows" if fast else "fp8_rows_promoted", sizes, 200, 640, device=device, capacity=capacity)
+    case = make_case("fp8_rows" if fast else "fp8_rows_promoted", sizes, 200, 640, device=device, capacity=capacity)
     a, a_scale, b, b_scale = case.operands
-    offs = case.bounds["offs"] if capacity is None else None
+    offs = case.bounds if capacity is None else None
     b_scale = b_scale[..., 0]
     out = torch_compat.scaled_grouped_mm(
         a, b.transpose(1, 2), a_scale[..., 0], ROWS, b_scale, ROWS, offs=offs, use_fast_accum=fast
@@ -272,9 +271,9 @@ def test_groups_with_scales_of_rows(device, fast, capacity):
 @pytest.mark.parametrize("device", DEVICES)
 def test_groups_without_scales(device, layout, capacity):
     sizes = [3, 0, 130, 64] if capacity is None else [40] * 3
-    case = of_kind("bf16", sizes, 200, 320, device=device, capacity=capacity, layout=layout)
+    case = make_case("bf16", sizes, 200, 320, device=device, capacity=capacity, layout=layout)
     a, b = case.operands
-    offs = case.bounds["offs"] if capacity is None else None
+    offs = case.bounds if capacity is None else None
     out = torch_compat.grouped_mm(a, b.transpose(1, 2), offs=offs)
     alive = slice(0, case.rows[-1][1])
     assert torch.equal(out.view(-1, 200)[alive], case.check()[alive])
@@ -297,8 +296,8 @@ def test_groups_without_scales(device, layout, capacity):
     ],
 )
 def test_groups_without_scales_refused(change, error, message):
-    case = of_kind("bf16", [10, 20], 48, 256)
-    given = {"mat_a": case.operands[0], "mat_b": case.operands[1].transpose(1, 2), **case.bounds}
+    case = make_case("bf16", [10, 20], 48, 256)
+    given = {"mat_a": case.operands[0], "mat_b": case.operands[1].transpose(1, 2), **case.lists}
     with pytest.raises(error, match=message):
         torch_compat.grouped_mm(**given | change)
 
@@ -329,7 +328,7 @@ BAD_GROUPS = [
 @pytest.mark.parametrize(("change", "error", "message"), BAD_GROUPS)
 def test_groups_refused(change, error, message):
     with pytest.raises(error, match=message):
-        torch_compat.scaled_grouped_mm(**of_groups(make_case([10, 20], 130, 256)) | change)
+        torch_compat.scaled_grouped_mm(**of_groups(make_case("fp8", [10, 20], 130, 256)) | change)
 
 
 BAD = [

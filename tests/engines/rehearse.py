@@ -178,11 +178,11 @@ def run(folder: Path, name: str, script: str, *arguments: str, **variables: str)
 
 def check_vllm(folder: Path, name: str) -> list[str]:
     failures = []
-    for kind, variable in (("dense", "1"), ("experts", "1"), ("dense", "")):
+    for kind, variable in (*((kind, "1") for kind in ("dense", "experts", "mxfp4", "gpt_oss")), ("dense", "")):
         with tempfile.TemporaryDirectory(dir=folder) as model:
             found, said = run(folder, name, "in_vllm.py", model, kind, VLLM_USE_DEEP_TILE=variable)
         print(name, kind, f"VLLM_USE_DEEP_TILE={variable}", found, flush=True)
-        classes = [found["linear"], *([found["experts"]] if kind == "experts" else [])]
+        classes = [found[what] for what in ("linear", "experts") if what in found]
         if any(each.startswith("DeepTile") is not bool(variable) for each in classes):
             failures.append(f"{kind}, variable {variable!r}: {classes} serve\n{said[-2000:]}")
         failures += [f"{name} has no {missing}" for name, missing in found["abstract"].items() if missing]
