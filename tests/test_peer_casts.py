@@ -21,7 +21,7 @@ class Tolerance(NamedTuple):
 
     Attributes:
         elements, scales: relative and absolute, as `torch.allclose` takes them; None where codes are counted.
-        share: of codes, that may differ by one; of at most 4096 elements eight times as many. No code by two.
+        share: share of codes that may differ by one, eight times as many of up to 4096 elements; none differs by two.
     """
 
     elements: tuple[float, float] | None
@@ -36,11 +36,11 @@ class Peer(NamedTuple):
     """A test of another project.
 
     Attributes:
-        name: of the project, and of the test.
-        shapes: of x.
-        dtypes: of x.
-        roundings: of the scale.
-        layouts: of the scale.
+        name: the project and the test.
+        shapes: shapes of x.
+        dtypes: dtypes of x.
+        roundings: the scale's rounding.
+        layouts: the scale's layouts.
         tolerance: between two casts.
         uniform: values are from 0 to 1; else they are normal, eight times as wide.
     """
