@@ -158,12 +158,12 @@ class Launch:
         return range(first, first + max(ceil_div(end - begin, self.config.block_k), 1))
 
     def has_k(self, tile: Tile) -> bool:
-        """Whether there are scales for this K block."""
+        """Whether the tile has any K, and so scales."""
         return not self.config.by_k or self.steps(tile).start * self.config.block_k < self.k
 
 
 def together(process: Process) -> Process:
-    """For `explore`, which has far fewer states then: boxes of a request land together, copies with their arrival.
+    """The process for `explore`, with far fewer states: boxes of a request land together, copies with their arrival.
 
     Nobody can tell: who waits for the one waits for the other, on the same barrier.
     """
