@@ -126,8 +126,8 @@ class BadCall(NamedTuple):
     Attributes:
         call: a key of CALLS.
         argument: the argument that is wrong, and that the error must name.
-        what: what is wrong with it.
-        change: from the right call's arguments by name to those that change.
+        what: the fault, in words.
+        change: a function from the right call's arguments, by name, to the changed ones.
         error: type of the error, and no other.
         seen, remedy: patterns that its text must hold: what was found, and what to do.
         needs: "kernel" where only a call that needs a kernel finds out, "gpu" where only one on a GPU does.

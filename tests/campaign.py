@@ -290,11 +290,11 @@ class Ledger:
     """Checks whose results are read in batches, so that calls follow each other closely.
 
     Attributes:
-        watch: of the calls.
-        under_way: that the GPU may be behind: fewer kernels than a stream holds before a launch waits.
+        watch: the calls under way.
+        under_way: calls that the GPU may be behind: fewer kernels than a stream holds before a launch waits.
         unsettled: checks that are read at once.
-        name: of what was drawn, in a finding.
-        examine: what more a finding says of it.
+        name: the key of the draw in a finding.
+        examine: details of a wrong draw, for its finding.
     """
 
     def __init__(

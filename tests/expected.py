@@ -27,8 +27,8 @@ class Expected(NamedTuple):
     """The permitted values of each element of a product [m, n].
 
     Attributes:
-        value: in float64, the sum of its finite terms.
-        allowed: how far off a finite result may be.
+        value: the sum of its finite terms, in float64.
+        allowed: the largest error of a finite result.
         finite, positive, negative, nan: whether the result may be finite, infinity, minus infinity, NaN.
     """
 

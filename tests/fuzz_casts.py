@@ -98,8 +98,8 @@ class Tensor(NamedTuple):
 
     Attributes:
         dtype: a name of torch.
-        values: of `Pool`, or the numbers themselves; of a result none.
-        bound: of an index: how many rows there are.
+        values: a kind of values in `Pool`, or the numbers themselves; empty for a result.
+        bound: for an index, the number of rows.
     """
 
     shape: tuple[int, ...]
@@ -670,7 +670,7 @@ class Guarded:
         """Mark the bytes that a call wrote outside of its targets. Overwrites the targets.
 
         Args:
-            living: of each result what may be written, as a mask; None: all of it.
+            living: for each result a mask of what may be written; None: all of it.
         """
         for name, target in self.targets.items():
             words = bits(target)
@@ -694,7 +694,7 @@ class Result(NamedTuple):
 
     Attributes:
         living: a mask of what is written; None: all.
-        strides: of one that is allocated, of dimensions of more than one element.
+        strides: strides of an allocated result, where a dimension has more than one element.
     """
 
     name: str

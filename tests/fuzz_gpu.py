@@ -57,10 +57,10 @@ class Sample(NamedTuple):
     """The inputs of one problem.
 
     Attributes:
-        operands: as placed, special values included.
+        operands: the operands at their places, special values included.
         clean: the same without these; None where there are none.
         affected: [m, n], where these may change a result.
-        expected: of `operands`.
+        expected: the permitted results of `operands`.
         buffer, untouched: all inputs with NaN around them, and a copy.
         normal: whether products must meet the accuracy bar as a whole.
     """

@@ -175,7 +175,7 @@ class Product(NamedTuple):
     1.
 
     Attributes:
-        given_scales: those of a and b as the call takes them, of the same values.
+        given_scales: the scales of a and b as the call takes them, with the same values.
     """
 
     a: torch.Tensor

@@ -103,8 +103,8 @@ class Tokens(NamedTuple):
     Attributes:
         bounds: the token behind each group's last, or lies.
         total: tokens of the operands.
-        alignment, expected: as the call takes them.
-        spare_rows: of `out`, between groups.
+        alignment, expected: arguments of the call.
+        spare_rows: rows of `out` between groups.
     """
 
     bounds: tuple[int, ...]
@@ -125,11 +125,11 @@ class Draw(NamedTuple):
 
     Attributes:
         call: name of the function.
-        config: what is made, and how, unless that is the selector's choice: then `use` has none.
+        config: the kernel; the call passes it unless it is the selector's choice, when `use` has none.
         scale_forms: names of SCALE_FORMS, of a and b.
-        scale_dtype: of scales, a name of torch.
+        scale_dtype: torch's name of the scales' dtype.
         bias: where it lies, as [n, 1].
-        seed: of the values.
+        seed: the seed of the values.
     """
 
     call: str
@@ -336,9 +336,9 @@ class Sample(NamedTuple):
     """A call's inputs and its expected result.
 
     Attributes:
-        operands: as the call takes them, offsets included.
-        exact, accumulation, relative_error: as in `helpers.Product`.
-        before: what `out` holds that is added to; None: `unwritten`.
+        operands: the call's operands, offsets included.
+        exact, accumulation, relative_error: see `helpers.Product`.
+        before: the values of an `out` that is added to; None: `unwritten`.
         buffer, untouched: all inputs with NaN around them, and a copy.
     """
 

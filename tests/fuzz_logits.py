@@ -25,7 +25,7 @@ class Drawn(NamedTuple):
     """One call.
 
     Attributes:
-        paged: of a paged cache.
+        paged: whether keys lie in a paged cache.
         inputs: its tensors, in order.
         options: its keywords.
         gives_out: whether it is given an `out`.

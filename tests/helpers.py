@@ -238,7 +238,7 @@ def exact_product(
 
     Args:
         rows, columns: indices into m and n; all of them when None.
-        b_rows: of b, that share a scale.
+        b_rows: rows of b that share a scale.
     """
     m, n, _ = operands.sizes
     device = operands.a.device
@@ -303,7 +303,7 @@ class Product(NamedTuple):
 
     Attributes:
         call: the function that makes it.
-        operands: of the call, each in a buffer of its own with NaN, or what those bytes are as integers, all around.
+        operands: the call's operands, each in its own buffer with NaN, or its bytes as integers, around it.
         exact: the product.
         accumulation, relative_error: most that an element and the whole may be off beyond rounding, see `ACCUMULATION`.
     """
@@ -344,7 +344,7 @@ def make_product(
     Args:
         padding: bytes between rows of the operands, beyond what rounding them up to 16 leaves; a multiple of 16.
         scales: a name of SCALE_STRIDES; of scales of rows "row" is one for each, and others are one of all.
-        layout: of the operands, a name in `kinds.LAYOUTS`.
+        layout: the operands' layout, a name in `kinds.LAYOUTS`.
     """
     seed = int(os.environ.get("DEEP_TILE_TEST_SEED") or secrets.randbits(31))
     print(f"make_product({kind!r}, {m}, {n}, {k}, seed={seed}, layout={layout!r})")
@@ -379,7 +379,7 @@ def product_of(kind: str, operands: tuple[torch.Tensor, ...]) -> Product:
     """The exact product of a kind and its tolerances. Enqueues work on the operands' device and does not wait.
 
     Args:
-        operands: of normal samples, scales in float32.
+        operands: normal samples, with scales in float32.
     """
     if len(operands) == 2:
         return Product(gemm, operands, exact_dense_product(*operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)

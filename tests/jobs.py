@@ -82,8 +82,8 @@ class Job:
     """A GEMM's results on a quiet GPU, and the number of calls that differed.
 
     Attributes:
-        config: of its kernel.
-        calls: how many were compared.
+        config: its kernel's config.
+        calls: the number of calls compared.
         chained: each call has a result of its own.
     """
 

@@ -188,7 +188,7 @@ class Special(NamedTuple):
     """A special value in an input.
 
     Attributes:
-        name: of the input, a field of `helpers.Operands`.
+        name: the input, a field of `helpers.Operands`.
         row, column: where; None: in all rows, or columns.
         value: for an operand one that e4m3 has, or NaN.
     """
@@ -250,7 +250,7 @@ def draw_problem(
     """A problem that `config` can multiply, or any of `fp8_gemm` if it is None.
 
     Args:
-        k: that it has, if given.
+        k: the problem's k, if given.
         empty: sizes may be 0.
         special: there are special values.
     """
@@ -428,8 +428,8 @@ def draw_call(
     """Draw any call: with the selector's choice, a default config or any legal one.
 
     Args:
-        configs: those to choose from where any will do; all that are legal if there are none.
-        empty, special: as for `draw_problem`; with `special`, sizes are those of SPECIAL_LIMITS at most.
+        configs: configs to choose from; by default all legal ones.
+        empty, special: see `draw_problem`; with `special`, SPECIAL_LIMITS bound the sizes.
     """
     way = random.choice(("chosen", "default", "any"))
     if way == "default":

@@ -570,16 +570,18 @@ def test_a_capture_that_would_compile_is_refused(monkeypatch):
         gemm(a, b, out)
 
 
+@pytest.mark.parametrize("has_epilogue", [False, True])
 @pytest.mark.parametrize("m", [4, 64, 200, 700])
-def test_chains_of_programmatic_launches(m):
-    """Each GEMM reads the result of the one before, and lets the next one start early."""
+def test_chains_of_programmatic_launches(m, has_epilogue):
+    """Each GEMM reads the result of the one before, also as its bias, and lets the next one start early."""
     weights = [make_dense_operands(1, 1024, 1024, torch.bfloat16, device=DEVICE)[1] / 32 for _ in range(6)]
     x = make_dense_operands(m, 1, 1024, torch.bfloat16, device=DEVICE)[0]
 
     def chain(**options):
         y = x
         for weight in weights:
-            y = gemm(y, weight, **options)
+            epilogue = {"bias": y[0], "activation": "gelu"} if has_epilogue else {}
+            y = gemm(y, weight, **epilogue, **options)
         return y
 
     alone = chain(pdl=False)

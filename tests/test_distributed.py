@@ -32,19 +32,13 @@ from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable, 
 
 WHOLE = Replicate()
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
-@pytest.mark.about(
-    "deep_tile/op*.py",
-    "deep_tile/discovery.py",
-    "deep_tile/__init__.py",
-    "deep_tile/distributed.py",
-    "deep_tile/linear.py",
-    "deep_tile/nn.py",
-    "deep_tile/blocks.py",
-    "deep_tile/train/*",
-    "tests/ranks.py",
+OF_RANKS = pytest.mark.about(
+    *("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py", "deep_tile/distributed.py"),
+    *("deep_tile/linear.py", "deep_tile/nn.py", "deep_tile/blocks.py", "deep_tile/train/*", "tests/ranks.py"),
 )
+
+
+@OF_RANKS
 def test_ranks_agree_with_one_process(tmp_path):
     seed = secrets.randbits(31)
     print(f"seed={seed}")
@@ -52,17 +46,7 @@ def test_ranks_agree_with_one_process(tmp_path):
     assert not failures, failures
 
 
-@pytest.mark.about(
-    "deep_tile/op*.py",
-    "deep_tile/discovery.py",
-    "deep_tile/__init__.py",
-    "deep_tile/distributed.py",
-    "deep_tile/linear.py",
-    "deep_tile/nn.py",
-    "deep_tile/blocks.py",
-    "deep_tile/train/*",
-    "tests/ranks.py",
-)
+@OF_RANKS
 def test_a_rank_that_fails_is_reported(tmp_path):
     """The other rank does not wait for it."""
     failures = ranks.run("gloo", tmp_path, 0, "rank1_fails")

@@ -189,24 +189,6 @@ def test_nan_stays_in_its_row_and_column():
     assert same_bits(odd[rows][:, columns], plain[rows][:, columns])
 
 
-@pytest.mark.parametrize("m", [4, 64, 200, 700])
-def test_chains_of_programmatic_launches(m):
-    """Each GEMM reads the result of the one before, also as its bias."""
-    weights = [torch.randn(1024, 1024, device=DEVICE).bfloat16() / 32 for _ in range(6)]
-    x = torch.randn(m, 1024, device=DEVICE).bfloat16()
-
-    def chain(**options):
-        y = x
-        for weight in weights:
-            y = gemm(y, weight, bias=y[0], activation="gelu", **options)
-        return y
-
-    alone = chain(pdl=False)
-    for _ in range(30):
-        assert same_bits(chain(pdl=True), alone)
-        assert same_bits(chain(pdl=True, constant_weights=True), alone)
-
-
 @pytest.mark.parametrize("m", [8, 300])
 def test_in_a_graph(m):
     operands = make_operands(m, 1536, 1024, device=DEVICE)

@@ -7,7 +7,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -347,16 +346,6 @@ def test_plan_takes_scales_that_begin_anywhere(paths):
         assert_accurate(multiply(operands.a, scale, out), exact)
         out.fill_(float("nan"))
         assert_accurate(fp8_gemm(operands.a, scale, operands.b, operands.b_scale, out), exact)
-
-
-def test_first_call_of_a_thread_that_has_used_no_gpu():
-    """It encodes tensor maps, for a signature not met before."""
-    operands = operands_on_gpu(77, 200, 528)
-    results = []
-    thread = threading.Thread(target=lambda: results.append(fp8_gemm(*operands)))
-    thread.start()
-    thread.join()
-    assert_accurate(results[0], exact_product(operands))
 
 
 def test_plan_in_a_graph():

@@ -208,12 +208,16 @@ def box_of(layout: params.MapLayout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def copy(smem: np.ndarray, at: int, memory: np.ndarray, layout: params.MapLayout, inner: int, outer: int) -> int:
-    """Copy a box, with zeros beyond the tensor. Returns its bytes."""
-    assert at % (8 * layout.swizzle_bytes) == 0 and layout.box[0] == layout.swizzle_bytes
+    """Copy a box, with zeros beyond the tensor. Returns its bytes.
+
+    Rows of a box narrower than the swizzle lie as far apart as the swizzle is wide. The PTX ISA does not say so; an
+    H100 does it.
+    """
+    assert at % (8 * layout.swizzle_bytes) == 0 and layout.box[0] <= layout.swizzle_bytes
     y, x = box_of(layout)
     inside = (inner + x < layout.sizes[0]) & (outer + y < layout.sizes[1])
     source = np.where(inside, (outer + y) * layout.strides_bytes[0] + inner + x, 0)
-    smem[swizzled(at + np.arange(len(x)), layout.swizzle_bytes)] = np.where(inside, memory[source], 0)
+    smem[swizzled(at + y * layout.swizzle_bytes + x, layout.swizzle_bytes)] = np.where(inside, memory[source], 0)
     return len(x)
 
 

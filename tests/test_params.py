@@ -13,7 +13,7 @@ from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.kinds import QUANTIZED
 from deep_tile.params import Field, MapLayout, Params
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.select.defaults import default_configs
+from deep_tile.select.defaults import deepest_config, default_configs
 
 ODD = Params(
     "OddParams",
@@ -273,6 +273,17 @@ def test_tails_fit_their_boxes():
                 left = rows % tile_rows
                 assert (tail > 0) == (left > 0)
                 assert ceil_div(left, boxes) <= tail <= tile_rows // boxes or tail == left == 0
+
+
+@pytest.mark.parametrize(("m", "bytes_of_rows"), [(64, 0), (8, 16), (3, 16), (57, 0), (130, 16), (296, 80)])
+def test_the_last_box_of_an_m_major_operand_has_its_rows(m, bytes_of_rows):
+    """In TMA's 16 bytes, and half of K where two blocks share it."""
+    for sharers in (1, 2):
+        config = deepest_config(128, 128, cluster_n=sharers, kind="bf16", layout="tn")
+        problem = PROBLEM._replace(m=m, n=200, kind="bf16", layout="tn")
+        assert plan.operand_tails(problem, config) == (bytes_of_rows // 2, 0)
+        boxes = [found.box for _, name, found in plan.tensor_maps(problem, config, LAYOUT) if name == "a"]
+        assert boxes == [(128, 64 // sharers), *([(bytes_of_rows, 64 // sharers)] if bytes_of_rows else [])]
 
 
 @pytest.mark.parametrize(("rows", "tile_rows", "sharers"), [(-1, 64, 1), (95, 48, 3), (100, 20, 2)])

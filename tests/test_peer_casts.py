@@ -21,7 +21,7 @@ class Tolerance(NamedTuple):
 
     Attributes:
         elements, scales: relative and absolute, as `torch.allclose` takes them; None where codes are counted.
-        share: of codes, that may differ by one; of at most 4096 elements eight times as many. No code by two.
+        share: share of codes that may differ by one, eight times as many of up to 4096 elements; none differs by two.
     """
 
     elements: tuple[float, float] | None
@@ -36,11 +36,11 @@ class Peer(NamedTuple):
     """A test of another project.
 
     Attributes:
-        name: of the project, and of the test.
-        shapes: of x.
-        dtypes: of x.
-        roundings: of the scale.
-        layouts: of the scale.
+        name: the project and the test.
+        shapes: shapes of x.
+        dtypes: dtypes of x.
+        roundings: the scale's rounding.
+        layouts: the scale's layouts.
         tolerance: between two casts.
         uniform: values are from 0 to 1; else they are normal, eight times as wide.
     """
@@ -95,9 +95,9 @@ AMAX_FLOOR = 1e-10
 
 
 def reference(x, round_scale):
-    """In plain torch, as their tests have it, but for groups that are short, and for the division by 448: by a tensor,
-    since torch on a GPU multiplies with the reciprocal of a number. That is one rounding off, and some quotients of
-    millions, which lie halfway between two codes, go the other way."""
+    """The projects' own reference in plain torch, but for short groups, and with a division by a tensor: torch on a GPU
+    multiplies with the reciprocal of a number, one rounding off, so that some quotients of millions, halfway between
+    two codes, get the other code."""
     groups = F.pad(x.float(), (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
     amax = groups.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR)
     scale = amax / torch.full_like(amax, 448)

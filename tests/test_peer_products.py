@@ -29,8 +29,8 @@ class Tolerance(NamedTuple):
     """The permitted distance of a product from that of its operands' values.
 
     Attributes:
-        relative, absolute: of elements, as `torch.allclose` takes them.
-        cosine: of both as vectors, at least; also with the product of what was quantised.
+        relative, absolute: tolerances of elements, as `torch.allclose` takes them.
+        cosine: least cosine of both as vectors, also with the product of the unquantised values.
     """
 
     relative: float = 0.0
@@ -45,14 +45,14 @@ class Peer(NamedTuple):
     """A test of torch's.
 
     Attributes:
-        name: of the test.
+        name: the test's name.
         sizes: m, n and k.
-        recipes: of scales of a and b.
-        values: of a and b, names in `VALUES`.
+        recipes: the scales' recipes of a and b.
+        values: the values of a and b, names in `VALUES`.
         scales: "of data": a block's largest number becomes the format's; "ones but two": but for the first of a and the
             last of b, which are 0.25; or a number each for a and b, whose values are taken as they are.
-        tolerances: by format of the result.
-        formats: of a and b.
+        tolerances: tolerances by the result's format.
+        formats: formats of a and b.
         bias: None; "normal", of the result's format; or a number.
         fast: values of `use_fast_accum`.
     """
@@ -131,9 +131,9 @@ class Quantized(NamedTuple):
     """A matrix [rows, k].
 
     Attributes:
-        codes, scale: of FP8, and what they are multiplied with, by torch's layout for `recipe`.
-        values: what they stand for.
-        before: what was quantised.
+        codes, scale: FP8 codes and their scale, in torch's layout for `recipe`.
+        values: the values of the codes.
+        before: the unquantised values.
     """
 
     codes: torch.Tensor

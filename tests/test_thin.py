@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
+from test_quantize import compile_all
 
 import deep_tile
 from deep_tile import jit, parts
-from deep_tile.codegen import streaming_source
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -260,13 +260,7 @@ def test_einsum_of_k_that_groups_refuse():
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Compiled kernels by name, and in the cache."""
-    made = {}
-    for kernel in parts.all_kernels():
-        source = streaming_source(kernel)
-        made[kernel] = jit.compile_kernel(source, kernel.name)
-        jit.store_cubin(source, made[kernel].cubin)
-    return made
+    return compile_all(parts.all_kernels())
 
 
 @EACH_KERNEL

@@ -322,9 +322,9 @@ class Traits(NamedTuple):
     Attributes:
         batch: prompts whose logits are compared.
         quantize: has each layer of a model in FP32 round its inputs to FP8.
-        most_explained, nearness: of the error of that model, and of the ratio of both errors.
+        most_explained, nearness: bounds of that model's error, and of the ratio of both errors.
         off: tokens of 16 that need not be those of the whole sequence.
-        nodes: in the model's graph, by a part of their names.
+        nodes: counts of nodes in the model's graph, by a part of their names.
     """
 
     batch: int

@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
     Attributes:
         operands: dy, dy_scale, x, x_scale.
-        offs: as the call takes it.
+        offs: the call's offsets.
         tokens: first token, and the one behind the last, of each group.
         guarded: `out`, as rows of all groups.
     """
