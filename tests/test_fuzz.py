@@ -392,13 +392,13 @@ def weight_of_another_size(*arguments, **options):
 
 
 right_living, right_silu_mul, right_gathered = sources.living, sources.silu_mul, sources.gathered
-right_matrix, right_elements, right_tokens = quantize._as_matrix, quantize._from_blocks, transposed._living
+right_matrix, right_elements, right_tokens = quantize.as_matrix, quantize._from_blocks, transposed._living
 quantize_weight = linear.quantize_weight
 
 BROKEN = {
     "a dead row is cast": ("listed", sources, "living", one_more_lives, "guards"),
     "a dead row of a group is cast": ("counted", sources, "living", one_more_lives, "guards"),
-    "strides are forgotten": ("counted", quantize, "_as_matrix", misread, "codes"),
+    "strides are forgotten": ("counted", quantize, "as_matrix", misread, "codes"),
     "a scale is too large": ("per block", quantize, "FP8_MAX", 447.0, "scales"),
     "a power of two is none": ("per token", quantize, "_pow2_scale", lambda amax: amax / 448, "scales"),
     "a division is a product": ("weight", torch, "div", quantize._multiply_with_reciprocal, "scales"),
