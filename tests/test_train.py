@@ -288,6 +288,14 @@ def test_a_buffer_that_changes_untold_is_cast_again(change, wants_gradient):
     assert same_bits(linear(x, weight), linear(x.detach().clone(), weight))
 
 
+def test_a_shared_input_is_told_of():
+    x, weight = made_by_autograd(), make_layer()[1]
+    linear(x, weight)
+    x.data.mul_(2)
+    deep_tile.train.invalidate()
+    assert same_bits(linear(x, weight), linear(x.detach().clone(), weight))
+
+
 def test_options_are_told_apart():
     x, weight = made_by_autograd(), make_layer()[1]
     for recipe in RECIPES:
@@ -331,12 +339,22 @@ def other_optimizer(weight):
     Raw([weight], {}).step()
 
 
+def step_master(weight):
+    """As apex, DeepSpeed and Megatron do: the optimiser never sees the weight, which gets its master's values."""
+    master = weight.detach().float().requires_grad_()
+    master.grad = torch.randn_like(master)
+    torch.optim.AdamW([master], lr=0.1).step()
+    weight.data.copy_(master.detach())
+
+
 WEIGHT_CHANGES = {
     "in place": lambda weight: weight.mul_(2),
     "another memory": lambda weight: setattr(weight, "data", weight.data * 2),
     "an optimiser that torch does not see through": other_optimizer,
     "a state_dict": lambda weight: weight.copy_(torch.ones_like(weight)),
     "a view": lambda weight: weight[:3].zero_(),
+    "an optimiser of its master": step_master,
+    "told": lambda weight: (weight.data.mul_(2), deep_tile.train.invalidate()),
 }
 
 
@@ -758,6 +776,7 @@ def test_names_are_public():
         "convert",
         "experts",
         "gather_fp8",
+        "invalidate",
         "linear",
         "linears",
         "mlp",
