@@ -25,7 +25,8 @@ cast.load = lambda kernel, device: plan.load_kernel(GemmConfig(64, 64, 4), 0)
 small = True
 x = torch.randn(3, 50, 200, dtype=torch.bfloat16, requires_grad=True)
 weight, bias = (torch.nn.Parameter(torch.randn(shape)) for shape in ((72, 200), (72,)))
-dy = torch.randn(3, 50, 72, dtype=torch.bfloat16)
+other = torch.nn.Parameter(torch.randn(130, 200, dtype=torch.bfloat16))
+dy, other_dy = (torch.randn(3, 50, n, dtype=torch.bfloat16) for n in (72, 130))
 kept = []
 new = joined._Room.new
 joined._Room.new = lambda room, x: kept.append((room, new(room, x))) or kept[-1][1]
@@ -47,17 +48,29 @@ for recipe in (Recipe(), Recipe(wgrad="fp8_1x128", round_scale="pow2", amax_floo
         linear.linear(x, weight, bias, recipe=recipe).backward(dy)
 """
 
-
-@pytest.mark.parametrize(
-    ("table", "which"), [(params.GEMM, (2, 4, 5)), (params.CAST_BOTH, (0, 1, 3))], ids=["GEMM", "CAST_BOTH"]
+STEPS_OF_TWO = STEPS.replace(
+    "linear.linear(x, weight, bias, recipe=recipe).backward(dy)",
+    "torch.autograd.backward(linear.linears(x, (weight, other), (bias, None), recipe=recipe), (dy, other_dy))",
 )
-def test_kernels_get_the_numbers_that_calls_give_them(run, table, which):
-    """In the same order: casts of x and the weight, the product, a cast of dy, and two products."""
-    _, launched = run(STEPS, table)
-    assert len(launched) == 24
-    for begin in (0, 12):
+
+IN_ORDER = {
+    "one": (STEPS, params.GEMM, (2, 4, 5)),
+    "casts of one": (STEPS, params.CAST_BOTH, (0, 1, 3)),
+    "two": (STEPS_OF_TWO, params.GEMM, (2, 4, 6, 7, 9, 10)),
+    "casts of two": (STEPS_OF_TWO, params.CAST_BOTH, (0, 1, 3, 5, 8)),
+}
+
+
+@pytest.mark.parametrize(("steps", "table", "which"), IN_ORDER.values(), ids=IN_ORDER)
+def test_kernels_get_the_numbers_that_calls_give_them(run, steps, table, which):
+    """In the same order: a cast of x; of each layer a cast of the weight and the product; then of each a cast of dy,
+    and two products."""
+    _, launched = run(steps, table)
+    count = 6 if steps == STEPS else 11
+    assert len(launched) == 4 * count
+    for begin in (0, 2 * count):
         for i in which:
-            one, other = (launched[begin + way + i].params for way in (0, 6))
+            one, other = (launched[begin + way + i].params for way in (0, count))
             for name in one.keys() - ADDRESSES:
                 assert one[name] == other[name], name
 
@@ -93,6 +106,38 @@ def test_operands_lie_where_they_are_written_to(run):
             found = zip(map(launched[i].map_address, maps), map(launched[i].params.get, scales), strict=True)
             assert (*(each for pair in found for each in pair), launched[i].params["out"]) == addresses
         assert launched[2].params["bias"] == bias
+
+
+LOCATED_OF_TWO = LOCATED.replace(
+    "linear.linear(x, weight, bias).backward(dy)",
+    "torch.autograd.backward(linear.linears(x, (weight, other)), (dy, other_dy))",
+)
+
+
+def test_a_second_layer_reads_what_the_first_has_cast(run):
+    for table in (params.GEMM, params.CAST_BOTH):
+        shown, launched = run(LOCATED_OF_TWO, table)
+        (_, _, _, kept, spare), (weight, y, next_kept, b, _), of_dy, (dy, again, own, dx, dw, _), *rooms = [
+            [*map(int, line.split())] for line in shown
+        ]
+        at, at_scale, *_ = rooms[0]
+        (a, a_scale, *_), (bt, b_scale, _), (also_b, _) = rooms[1:4]
+        d, d_scale, dt, dt_scale, _ = rooms[5]
+        assert (kept, spare, next_kept, b) == (at, a, bt, also_b)
+        assert (again, own, dx) == (kept, next_kept, of_dy[2])
+        if table is params.CAST_BOTH:
+            assert [launched[3].params[name] for name in ("x", "row_out", "out", "scale")] == [weight, b, bt, b_scale]
+            assert [launched[8].params[name] for name in ("x", "row_out", "out")] == [dy, d, dt]
+            continue
+        wanted = {
+            4: (a, a_scale, b, b_scale, y),
+            9: (d, d_scale, bt, b_scale, dx),
+            10: (dt, dt_scale, at, at_scale, dw),
+        }
+        for i, (*operands, out) in wanted.items():
+            scales, maps = ([name + kind for name in "ab"] for kind in ("_scale", "_maps"))
+            found = zip(map(launched[i].map_address, maps), map(launched[i].params.get, scales), strict=True)
+            assert [*(each for pair in found for each in pair), launched[i].params["out"]] == [*operands, out]
 
 
 NOT_JOINED = {

@@ -2,11 +2,11 @@
 
 Called by linear.py. There the host takes longer to enqueue a small layer than the GPU to work on it. The kernels are
 the same, and the bits. Codes and scales lie in two tensors, one that the backward pass needs and one that it does not.
-Small weights are cast in each forward pass, and inputs for each layer: to look for casts that are kept takes the host
-longer.
+Of several layers on one input the first casts it, and has the codes; each has a call of its own. Small weights are cast
+in each forward pass: to look for casts that are kept takes the host longer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -24,6 +24,9 @@ _ALIGNMENT = 256
 
 _WGRAD, _CAST = 1, 3
 """In `Recipe.options`: the format of wgrad, and where the keywords of casts begin."""
+
+_FIRST = 2
+"""Position of the first weight among `Joined`'s arguments."""
 
 
 class _Place(NamedTuple):
@@ -55,10 +58,11 @@ class _Room(NamedTuple):
     def new(self, x: torch.Tensor) -> torch.Tensor:
         return tensors.new_empty(x, (self.size,), (1,), torch.uint8)
 
-    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, memory: torch.Tensor, count: int | None = None) -> list[torch.Tensor]:
+        """The tensors, or the first of them."""
         return [
             memory.view(dtype).as_strided(shape, strides, begin // dtype.itemsize)
-            for begin, shape, strides, dtype in self.places
+            for begin, shape, strides, dtype in self.places[:count]
         ]
 
 
@@ -69,6 +73,7 @@ class Layer(NamedTuple):
         out, x: shapes and strides of the output, and of the input's gradient.
         kept: x and the weight for the backward pass: at, at_scale, bt, b_scale.
         spare: the same for the forward pass alone: a, a_scale, b.
+        next_kept, next_spare: the weight's part of both, for a layer whose input another one has cast.
         gradient: what `cast_both` makes of dy.
         options: as `Recipe.options`.
     """
@@ -77,6 +82,8 @@ class Layer(NamedTuple):
     x: tuple[tuple[int, ...], tuple[int, ...]]
     kept: _Room
     spare: _Room
+    next_kept: _Room
+    next_spare: _Room
     gradient: _Room
     options: tuple
 
@@ -97,7 +104,7 @@ def layer_of(shape: tuple[int, ...], n: int, options: tuple) -> Layer:
     x, w, dy = (torch.empty(size, device="meta") for size in ((m, k), (n, k), (m, n)))
     a, a_scale, at, at_scale = both.cast_both(x, blocks=options[_WGRAD] == "fp8")
     b, b_scale, bt = both.cast_weight(w)
-    rooms = (at, at_scale, bt, b_scale), (a, a_scale, b), both.cast_both(dy)
+    rooms = (at, at_scale, bt, b_scale), (a, a_scale, b), (bt, b_scale), (b,), both.cast_both(dy)
     out = (*leading, n)
     dense_tensors = ((each, tensors.dense_strides(each)) for each in (out, tuple(shape)))
     return Layer(*dense_tensors, *(_Room.of(*room) for room in rooms), options)
@@ -119,68 +126,79 @@ def _is_on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda and launches.is_hopper(x.get_device())
 
 
-def trains(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a call of such a layer has both gradients, and tensors that kernels read as they are; casts that are
-    there are used."""
+def trains(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:
+    """Whether a call of such layers has all gradients, and tensors that kernels read as they are; casts that are there
+    are used."""
     return (
         x.requires_grad
-        and weight.requires_grad
         and torch.is_grad_enabled()
         and type(x) is torch.Tensor
-        and type(weight) in (torch.nn.Parameter, torch.Tensor)
         and x.is_contiguous()
+        and not casts.is_cast(x)
+        and all(map(_trains, weights))
+    )
+
+
+def _trains(weight: torch.Tensor) -> bool:
+    return (
+        weight.requires_grad
+        and type(weight) in (torch.nn.Parameter, torch.Tensor)
         and weight.is_contiguous()
         and not hasattr(weight, "main_grad")
-        and not casts.is_cast(x)
     )
 
 
 class Joined(torch.autograd.Function):
-    """Of x, a weight, a bias or None, and their `Layer`."""
+    """Of x, a `Layer` for each weight, the weights, and as many biases or None."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, layer):
-        kept, spare = layer.kept.new(x), layer.spare.new(x)
-        y = tensors.new_empty(x, *layer.out, x.dtype)
-        given = (x, weight, y, kept, spare) if bias is None else (x, weight, y, kept, spare, bias)
-        if not _launcher.launch_known(_launches, layer.options, given):
-            _enqueue(given, layer, _prepare_forward)
-        ctx.save_for_backward(kept)
-        ctx.layer, ctx.x_dtype, ctx.dtype, ctx.bias_dtype = (
-            layer,
-            x.dtype,
-            weight.dtype,
-            None if bias is None else bias.dtype,
-        )
-        return y
+    def forward(ctx, x, layers, *parameters):
+        count, kept, results = len(layers), [layers[0].kept.new(x)], []
+        spare = layers[0].spare.new(x)
+        for i, layer in enumerate(layers):
+            weight, bias = parameters[i], parameters[count + i]
+            y = tensors.new_empty(x, *layer.out, x.dtype)
+            if i:
+                kept.append(layer.next_kept.new(x))
+                given, prepare = (weight, y, kept[i], layer.next_spare.new(x), spare), _prepare_next_forward
+            else:
+                given, prepare = (x, weight, y, kept[0], spare), _prepare_forward
+            _launch(given if bias is None else (*given, bias), layer, prepare)
+            results.append(y)
+        ctx.save_for_backward(*kept)
+        ctx.layers, ctx.x_dtype = layers, x.dtype
+        ctx.dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx, dy):
-        return (_refused_twice if torch.is_grad_enabled() else _gradients)(ctx, dy)
+    def backward(ctx, *gradients):
+        return (_refused_twice if torch.is_grad_enabled() else _gradients)(ctx, *gradients)
 
 
-def _gradients(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (kept,), layer = ctx.saved_tensors, ctx.layer
-    dy, (_, _, bt, _) = dy.contiguous(), layer.kept.places
-    spare = layer.gradient.new(dy)
-    dx = tensors.new_empty(dy, *layer.x, ctx.x_dtype)
-    k, n = bt.shape
-    dw = tensors.new_empty(dy, (n, k), (k, 1), ctx.dtype)
-    given = (dy, kept, dx, dw, spare)
-    if not _launcher.launch_known(_launches, layer.options, given):
-        _enqueue(given, layer, _prepare_backward)
-    dbias = None
-    if ctx.needs_input_grad[2]:
-        dbias = casts.rows_of(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return dx, dw, dbias, None
+def _gradients(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    kept, layers = ctx.saved_tensors, ctx.layers
+    count, dx = len(layers), tensors.new_empty(gradients[0], *layers[0].x, ctx.x_dtype)
+    of_parameters = [None] * (2 * count)
+    for i, (dy, layer) in enumerate(zip(gradients, layers, strict=True)):
+        dy, (k, n) = dy.contiguous(), layer.next_kept.places[0].shape
+        spare = layer.gradient.new(dy)
+        dw = of_parameters[i] = tensors.new_empty(dy, (n, k), (k, 1), ctx.dtypes[i])
+        if i:
+            _launch((dy, kept[0], kept[i], dx, dw, spare), layer, _prepare_next_backward)
+        else:
+            _launch((dy, kept[0], dx, dw, spare), layer, _prepare_backward)
+        if ctx.needs_input_grad[_FIRST + count + i]:
+            of_parameters[count + i] = casts.rows_of(dy).sum(0, dtype=torch.float32).to(ctx.dtypes[count + i])
+    return dx, None, *of_parameters
 
 
 _refused_twice = torch.autograd.function.once_differentiable(_gradients)
 
 
-def _enqueue(given: tuple, layer: Layer, prepare: Callable) -> None:
-    """Launch where C has met no such tensors, or leaves a stream under capture to Python."""
-    launches.enqueue(_launches, layer.options, given, partial(prepare, given, layer))
+def _launch(given: tuple, layer: Layer, prepare: Callable) -> None:
+    """By Python where C has met no such tensors, and where a stream is captured."""
+    if not _launcher.launch_known(_launches, layer.options, given):
+        launches.enqueue(_launches, layer.options, given, partial(prepare, given, layer))
 
 
 class _Names:
@@ -207,23 +225,47 @@ def _prepare_forward(given: tuple, layer: Layer) -> launches.Prepared:
     x, weight, y, kept, spare, *bias = given
     names = _Names("x weight out kept spare bias", given)
     (at, at_scale, bt, b_scale), (a, a_scale, b) = layer.kept.views(kept), layer.spare.views(spare)
-    of_weight = (weight, b, b_scale, bt), both.CAST_WEIGHT.Options(*layer.cast)
-    operands = (a, a_scale, b, b_scale, casts.rows_of(y), *(bias or [None]))
-    return (
-        _cast((x, a, a_scale, at, at_scale), layer, layer.blocks, names),
-        both.CAST_WEIGHT.prepare(*of_weight, **names.where),
-        _product(dense.FP8_GEMM, operands, names),
-    )
+    cast = _cast((x, a, a_scale, at, at_scale), layer, layer.blocks, names)
+    return cast, *_forward((a, a_scale), (weight, b, b_scale, bt), y, bias, layer, names)
+
+
+def _prepare_next_forward(given: tuple, layer: Layer) -> launches.Prepared:
+    weight, y, kept, of_weight, spare, *bias = given
+    names = _Names("weight out kept of_weight spare bias", given)
+    (bt, b_scale), (b,) = layer.next_kept.views(kept), layer.next_spare.views(of_weight)
+    return _forward(layer.spare.views(spare, 2), (weight, b, b_scale, bt), y, bias, layer, names)
+
+
+def _forward(codes: Sequence, cast: tuple, y, bias: list, layer: Layer, names: _Names) -> launches.Prepared:
+    """The cast of a weight, and its product with an input's codes."""
+    operands = (*codes, *cast[1:3], casts.rows_of(y), *(bias or [None]))
+    of_weight = both.CAST_WEIGHT.prepare(cast, both.CAST_WEIGHT.Options(*layer.cast), **names.where)
+    return of_weight, _product(dense.FP8_GEMM, operands, names)
 
 
 def _prepare_backward(given: tuple, layer: Layer) -> launches.Prepared:
     dy, kept, dx, dw, spare = given
-    names = _Names("dy kept dx dw spare", given)
-    (at, at_scale, bt, b_scale), (d, d_scale, dt, dt_scale) = layer.kept.views(kept), layer.gradient.views(spare)
+    operands = layer.kept.views(kept)
+    return _backward(dy, operands, dx, dw, spare, layer, _Names("dy kept dx dw spare", given), accumulate=False)
+
+
+def _prepare_next_backward(given: tuple, layer: Layer) -> launches.Prepared:
+    dy, first, kept, dx, dw, spare = given
+    operands = (*layer.kept.views(first, 2), *layer.next_kept.views(kept))
+    names = _Names("dy first kept dx dw spare", given)
+    return _backward(dy, operands, dx, dw, spare, layer, names, accumulate=True)
+
+
+def _backward(
+    dy, operands: tuple, dx, dw, spare, layer: Layer, names: _Names, *, accumulate: bool
+) -> launches.Prepared:
+    """The cast of dy, and both its products; that for x perhaps added to what is there."""
+    (at, at_scale, bt, b_scale), (d, d_scale, dt, dt_scale) = operands, layer.gradient.views(spare)
+    dgrad = dense.SCALED_GEMM if accumulate else dense.FP8_GEMM
     wgrad, along_tokens = product_along_tokens(at, at_scale), (dt, dt_scale, at, at_scale, dw)
     return (
         _cast((dy, d, d_scale, dt, dt_scale), layer, False, names),
-        _product(dense.FP8_GEMM, (d, d_scale, bt, b_scale.mT, casts.rows_of(dx), None), names),
+        _product(dgrad, (d, d_scale, bt, b_scale.mT, casts.rows_of(dx), None), names, accumulate),
         _product(wgrad, along_tokens if wgrad is dense.FP8_WGRAD else (*along_tokens, None), names),
     )
 
@@ -233,8 +275,8 @@ def _cast(given: tuple, layer: Layer, blocks: bool, names: _Names) -> launches.P
     return both.CAST_BOTH.prepare((casts.rows_of(given[0]), *given[1:], None, None), options, **names.where)
 
 
-def _product(call: dense.Dense, operands: tuple, names: _Names) -> launches.Prepared:
+def _product(call: dense.Dense, operands: tuple, names: _Names, accumulate: bool = False) -> launches.Prepared:
     named = zip(("a", "a_scale", "b", "b_scale", "out", "bias"), operands, strict=False)
     places = {name: names.place(x) for name, x in named if x is not None}
-    options = call.checked(operands, dense.Options(accumulate=False))
+    options = call.checked(operands, dense.Options(accumulate=accumulate))
     return call.prepare_with_config(operands, options, names=names.names, places=places)[1]
