@@ -32,7 +32,20 @@ new = joined._Room.new
 joined._Room.new = lambda room, x: kept.append((room, new(room, x))) or kept[-1][1]
 """
 
-ADDRESSES = {"x", "row_out", "row_scale", "out", "scale", "bias", "a_scale", "b_scale", "a_maps", "b_maps", "out_maps"}
+ADDRESSES = {
+    "x",
+    "row_out",
+    "row_scale",
+    "out",
+    "scale",
+    "bias",
+    "a_scale",
+    "b_scale",
+    "a_maps",
+    "b_maps",
+    "out_maps",
+    "dh",
+}
 
 
 @pytest.fixture
@@ -53,6 +66,21 @@ STEPS_OF_TWO = STEPS.replace(
     "torch.autograd.backward(linear.linears(x, (weight, other), (bias, None), recipe=recipe), (dy, other_dy))",
 )
 
+STEPS_OF_MLP = """
+w_gate, w_up, w_down = (torch.nn.Parameter(torch.randn(n, k)) for n, k in ((128, 200), (128, 200), (72, 128)))
+for first in ((w_gate, w_up), torch.nn.Parameter(torch.randn(256, 200))):
+""" + STEPS.replace("\n", "\n    ").replace(
+    "linear.linear(x, weight, bias, recipe=recipe)", "train.mlp(x, first, w_down, recipe=recipe)"
+)
+
+OF_MLP = {
+    "GEMM": ((2, 4, 7, 9, 11, 12, 13, 14, 15), (2, 5, 7, 9, 10, 11)),
+    "CAST_BOTH": ((0, 1, 3, 6, 8), (0, 1, 4, 6)),
+    "CAST": ((5,), (3,)),
+    "GATED": ((10,), (8,)),
+}
+"""Which of an MLP's kernels have parameters of a table: with gates and ups in two weights, and in one."""
+
 IN_ORDER = {
     "one": (STEPS, params.GEMM, (2, 4, 5)),
     "casts of one": (STEPS, params.CAST_BOTH, (0, 1, 3)),
@@ -70,9 +98,22 @@ def test_kernels_get_the_numbers_that_calls_give_them(run, steps, table, which):
     assert len(launched) == 4 * count
     for begin in (0, 2 * count):
         for i in which:
-            one, other = (launched[begin + way + i].params for way in (0, count))
-            for name in one.keys() - ADDRESSES:
-                assert one[name] == other[name], name
+            assert_same_numbers(launched[begin + i], launched[begin + count + i])
+
+
+def assert_same_numbers(one, other):
+    for name in one.params.keys() - ADDRESSES:
+        assert one.params[name] == other.params[name], name
+
+
+@pytest.mark.parametrize("table", OF_MLP)
+def test_kernels_of_an_mlp_get_the_numbers_that_calls_give_them(run, table):
+    _, launched = run(STEPS_OF_MLP, getattr(params, table))
+    assert len(launched) == 4 * (16 + 12)
+    for first, count, which in zip((0, 4 * 16), (16, 12), OF_MLP[table], strict=True):
+        for begin in (first, first + 2 * count):
+            for i in which:
+                assert_same_numbers(launched[begin + i], launched[begin + count + i])
 
 
 LOCATED = """
@@ -175,6 +216,34 @@ for change in {[*NOT_JOINED.values()]}:
 """)
     assert shown[1:3] == ["launch_known launch_known"] * 2
     assert dict(zip(NOT_JOINED, shown[3:], strict=True)) == dict.fromkeys(NOT_JOINED, "0")
+
+
+MLP_NOT_JOINED = {
+    "gates and ups in FP8": "recipe = Recipe(activations='fp8')",
+    "recast": "recipe = Recipe(recast=True)",
+    "a frozen weight": "w_down.requires_grad_(False)",
+    "main_grad": "w_up.main_grad = torch.zeros(128, 200)",
+    "much work in the last layer": "w_down = torch.nn.Parameter(torch.randn(400, 128))",
+}
+
+
+def test_which_mlp_goes_call_by_call(run):
+    """All else is known by C from the second step on, in seven calls."""
+    shown, _ = run(f"""
+sizes.MOST_PRODUCTS = 150 * 200 * 128
+def weights(): return [torch.nn.Parameter(torch.randn(n, k)) for n, k in ((128, 200), (128, 200), (72, 128))]
+def step(): train.mlp(x, (w_gate, w_up), w_down).backward(dy)
+w_gate, w_up, w_down = weights()
+for _ in range(3): attempt(step)
+for change in {[*MLP_NOT_JOINED.values()]}:
+    (w_gate, w_up, w_down), recipe = weights(), Recipe()
+    exec(change)
+    kept.clear()
+    train.mlp(x, (w_gate, w_up), w_down, recipe=recipe)
+    show(len(kept))
+""")
+    assert shown[1:3] == [" ".join(["launch_known"] * 7)] * 2
+    assert dict(zip(MLP_NOT_JOINED, shown[3:], strict=True)) == dict.fromkeys(MLP_NOT_JOINED, "0")
 
 
 def test_gradients(run):

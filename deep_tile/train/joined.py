@@ -1,9 +1,10 @@
 """Small layers: what linear.py does call by call, in one call into C for each pass, which launches its three kernels.
 
-Called by linear.py. There the host takes longer to enqueue a small layer than the GPU to work on it. The kernels are
-the same, and the bits. Codes and scales lie in two tensors, one that the backward pass needs and one that it does not.
-Of several layers on one input the first casts it, and has the codes; each has a call of its own. Small weights are cast
-in each forward pass: to look for casts that are kept takes the host longer.
+Called by linear.py, and by mlp.py for MLPs of small layers. There the host takes longer to enqueue a small layer than
+the GPU to work on it. The kernels are the same, and the bits. Codes and scales lie in two tensors, one that the
+backward pass needs and one that it does not. Of several layers on one input the first casts it, and has the codes; each
+has a call of its own. Small weights are cast in each forward pass: to look for casts that are kept takes the host
+longer.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, both, dense, launches, params, tensors
+from deep_tile import _launcher, both, dense, gated, launches, params, tensors
 from deep_tile.config import round_up
+from deep_tile.experts import SILU_MUL_CAST
 from deep_tile.train import casts, sizes
 from deep_tile.train.products import product_along_tokens, written_dtype
 from deep_tile.train.recipe import Recipe
@@ -153,26 +155,29 @@ class Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, layers, *parameters):
-        count, kept, results = len(layers), [layers[0].kept.new(x)], []
-        spare = layers[0].spare.new(x)
-        for i, layer in enumerate(layers):
-            weight, bias = parameters[i], parameters[count + i]
-            y = tensors.new_empty(x, *layer.out, x.dtype)
-            if i:
-                kept.append(layer.next_kept.new(x))
-                given, prepare = (weight, y, kept[i], layer.next_spare.new(x), spare), _prepare_next_forward
-            else:
-                given, prepare = (x, weight, y, kept[0], spare), _prepare_forward
-            _launch(given if bias is None else (*given, bias), layer, prepare)
-            results.append(y)
-        ctx.save_for_backward(*kept)
+        count = len(layers)
+        results = tuple(tensors.new_empty(x, *layer.out, x.dtype) for layer in layers)
+        ctx.save_for_backward(*_multiply(x, layers, parameters[:count], parameters[count:], results))
         ctx.layers, ctx.x_dtype = layers, x.dtype
         ctx.dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
-        return tuple(results)
+        return results
 
     @staticmethod
     def backward(ctx, *gradients):
         return (_refused_twice if torch.is_grad_enabled() else _gradients)(ctx, *gradients)
+
+
+def _multiply(x: torch.Tensor, layers: tuple[Layer, ...], weights, biases, results) -> list[torch.Tensor]:
+    """The layers' forward pass; what is kept of each."""
+    kept, spare = [layers[0].kept.new(x)], layers[0].spare.new(x)
+    for i, (layer, weight, bias, y) in enumerate(zip(layers, weights, biases, results, strict=True)):
+        if i:
+            kept.append(layer.next_kept.new(x))
+            given, prepare = (weight, y, kept[i], layer.next_spare.new(x), spare), _prepare_next_forward
+        else:
+            given, prepare = (x, weight, y, kept[0], spare), _prepare_forward
+        _launch(given if bias is None else (*given, bias), layer, prepare)
+    return kept
 
 
 def _gradients(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -195,8 +200,88 @@ def _gradients(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]
 _refused_twice = torch.autograd.function.once_differentiable(_gradients)
 
 
-def _launch(given: tuple, layer: Layer, prepare: Callable) -> None:
-    """By Python where C has met no such tensors, and where a stream is captured."""
+class Mlp(NamedTuple):
+    """What calls of an MLP have in common.
+
+    Attributes:
+        first: layers of gates and ups, or of both.
+        last: of what SwiGLU makes of them, whose cast is SwiGLU's.
+        hidden: shapes and strides of gates and ups, and of the gradient of SwiGLU's result.
+        made: what `swiglu_gradient_cast_both` makes.
+    """
+
+    first: tuple[Layer, ...]
+    last: Layer
+    hidden: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    made: _Room
+
+    @property
+    def options(self) -> tuple:
+        return self.last.options
+
+
+@lru_cache(maxsize=4096)
+def mlp_of(shape: tuple[int, ...], first: tuple[int, ...], last: tuple[int, int], options: tuple) -> Mlp:
+    """Of an x of this shape, weights of gates and ups with so many rows, and a down weight of this shape."""
+    rows, (n, columns) = torch.Size(shape[:-1]).numel(), last
+    sizes_of_hidden = (rows, 2 * columns), (rows, columns)
+    gate_up, dh = (torch.empty(size, device="meta") for size in sizes_of_hidden)
+    nothing = (None,) * (len(gated.SWIGLU_GRADIENT.names) - 2)
+    _, _, *made = gated.SWIGLU_GRADIENT.allocated((dh, gate_up, *nothing), _swiglu_options(options))
+    layers = tuple(layer_of(shape, count, options) for count in first)
+    hidden = tuple((size, tensors.dense_strides(size)) for size in sizes_of_hidden)
+    whole = layer_of((*shape[:-1], columns), n, options)
+    return Mlp(layers, whole, hidden, _Room.of(*made[: len(gated.Made._fields)]))
+
+
+def _swiglu_options(options: tuple) -> both.BothOptions:
+    return both.BothOptions(*options[_CAST:], blocks=options[_WGRAD] == "fp8")
+
+
+class JoinedMlp(torch.autograd.Function):
+    """Of x, an `Mlp` and its weights, which all have gradients; gates and ups are kept in BF16."""
+
+    @staticmethod
+    def forward(ctx, x, mlp, *weights):
+        *first, last = weights
+        gate_up = tensors.new_empty(x, *mlp.hidden[0], torch.bfloat16)
+        kept = _multiply(x, mlp.first, first, (None,) * len(first), gate_up.chunk(len(first), 1))
+        kept.append(mlp.last.next_kept.new(x))
+        y = tensors.new_empty(x, *mlp.last.out, x.dtype)
+        _launch((gate_up, last, y, kept[-1], mlp.last.spare.new(x)), mlp.last, _prepare_last)
+        ctx.save_for_backward(gate_up, *kept)
+        ctx.mlp, ctx.x_dtype, ctx.dtypes = mlp, x.dtype, [weight.dtype for weight in weights]
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (_refused_mlp_twice if torch.is_grad_enabled() else _gradients_of_mlp)(ctx, dy)
+
+
+def _gradients_of_mlp(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (gate_up, *kept, of_last), mlp, dy = ctx.saved_tensors, ctx.mlp, dy.contiguous()
+    layers = *mlp.first, mlp.last
+    gradients = []
+    for layer, dtype in zip(layers, ctx.dtypes, strict=True):
+        k, n = layer.next_kept.places[0].shape
+        gradients.append(tensors.new_empty(dy, (n, k), (k, 1), dtype))
+    spare, made = mlp.last.gradient.new(dy), mlp.made.new(dy)
+    dh = tensors.new_empty(dy, *mlp.hidden[1], torch.bfloat16)
+    _launch((dy, of_last, dh, spare), mlp.last, _prepare_hidden)
+    _launch((dh, gate_up, spare, made, gradients[-1]), mlp, _prepare_swiglu)
+    dx = tensors.new_empty(dy, *mlp.first[0].x, ctx.x_dtype)
+    for i, dw in enumerate(gradients[:-1]):
+        given = (made, kept[0], dx, dw) if i == 0 else (made, kept[0], kept[i], dx, dw)
+        _launch(given, mlp, _prepare_gradients)
+    return dx, None, *gradients
+
+
+_refused_mlp_twice = torch.autograd.function.once_differentiable(_gradients_of_mlp)
+
+
+def _launch(given: tuple, layer: Layer | Mlp, prepare: Callable) -> None:
+    """By Python where C has met no such tensors, and where a stream is captured. Which step they are of shows in their
+    dtypes and shapes."""
     if not _launcher.launch_known(_launches, layer.options, given):
         launches.enqueue(_launches, layer.options, given, partial(prepare, given, layer))
 
@@ -262,12 +347,60 @@ def _backward(
     """The cast of dy, and both its products; that for x perhaps added to what is there."""
     (at, at_scale, bt, b_scale), (d, d_scale, dt, dt_scale) = operands, layer.gradient.views(spare)
     dgrad = dense.SCALED_GEMM if accumulate else dense.FP8_GEMM
-    wgrad, along_tokens = product_along_tokens(at, at_scale), (dt, dt_scale, at, at_scale, dw)
     return (
         _cast((dy, d, d_scale, dt, dt_scale), layer, False, names),
         _product(dgrad, (d, d_scale, bt, b_scale.mT, casts.rows_of(dx), None), names, accumulate),
-        _product(wgrad, along_tokens if wgrad is dense.FP8_WGRAD else (*along_tokens, None), names),
+        _wgrad((dt, dt_scale, at, at_scale, dw), names),
     )
+
+
+def _prepare_last(given: tuple, layer: Layer) -> launches.Prepared:
+    """SwiGLU with its cast, and the last layer."""
+    gate_up, weight, y, kept, spare = given
+    names = _Names("gate_up weight out kept spare", given)
+    (bt, b_scale), (h, h_scale, b) = layer.next_kept.views(kept), layer.spare.views(spare)
+    cast = SILU_MUL_CAST.prepare((gate_up, h, h_scale, None, None), SILU_MUL_CAST.Options(*layer.cast), **names.where)
+    return cast, *_forward((h, h_scale), (weight, b, b_scale, bt), y, [], layer, names)
+
+
+def _prepare_hidden(given: tuple, layer: Layer) -> launches.Prepared:
+    """The cast of dy, and the gradient of what SwiGLU makes."""
+    dy, kept, dh, spare = given
+    names = _Names("dy kept dh spare", given)
+    (bt, b_scale), codes = layer.next_kept.views(kept), layer.gradient.views(spare)
+    operands = (*codes[:2], bt, b_scale.mT, dh, None)
+    return _cast((dy, *codes), layer, False, names), _product(dense.FP8_GEMM, operands, names)
+
+
+def _prepare_swiglu(given: tuple, mlp: Mlp) -> launches.Prepared:
+    """SwiGLU's gradient with its casts, and the last weight's."""
+    dh, gate_up, spare, made, dw = given
+    names, options = _Names("dh gate_up spare made dw", given), _swiglu_options(mlp.options)
+    *_, dt, dt_scale = mlp.last.gradient.views(spare)
+    whole = gated.Made(*mlp.made.views(made))
+    parts = gated.parts_of(whole, options.blocks, False)
+    swiglu = gated.SWIGLU_GRADIENT.prepare((dh, gate_up, *whole, None, None, None), options, **names.where)
+    return swiglu, _wgrad((dt, dt_scale, parts.ht, parts.ht_scale, dw), names)
+
+
+def _prepare_gradients(given: tuple, mlp: Mlp) -> launches.Prepared:
+    """Of x and a weight, from the gradient of gates, of ups or of both."""
+    made, kept, *of_weight, dx, dw = given
+    names = _Names("made kept next dx dw" if of_weight else "made kept dx dw", given)
+    layer, i = mlp.first[len(of_weight)], len(of_weight)
+    at, at_scale, *others = layer.kept.views(kept, 2) if of_weight else layer.kept.views(kept)
+    bt, b_scale = layer.next_kept.views(of_weight[0]) if of_weight else others
+    whole = gated.parts_of(gated.Made(*mlp.made.views(made)), mlp.last.blocks, False)
+    d, d_scale, dt, dt_scale = (x.chunk(len(mlp.first), dim)[i] for x, dim in zip(whole[:4], (1, 1, 0, 0), strict=True))
+    dgrad = dense.SCALED_GEMM if of_weight else dense.FP8_GEMM
+    operands = d, d_scale, bt, b_scale.mT, casts.rows_of(dx), None
+    return _product(dgrad, operands, names, bool(of_weight)), _wgrad((dt, dt_scale, at, at_scale, dw), names)
+
+
+def _wgrad(operands: tuple, names: _Names) -> launches.Prepared:
+    """Of dy and x along tokens, to dw."""
+    call = product_along_tokens(*operands[2:4])
+    return _product(call, operands if call is dense.FP8_WGRAD else (*operands, None), names)
 
 
 def _cast(given: tuple, layer: Layer, blocks: bool, names: _Names) -> launches.Prepared:
