@@ -71,8 +71,9 @@ def mlp(
 
 
 def _is_joined(x, weights: tuple, recipe: Recipe) -> bool:
-    """Of an x and weights of gates and ups that are small."""
-    return recipe.activations == "bf16" and joined.takes(x, weights[-1], recipe) and joined.trains(x, weights)
+    """Of an x and weights of gates and ups that are small; SwiGLU's gradient has a kernel for whole blocks."""
+    is_kept_wide = recipe.activations == "bf16" and weights[-1].shape[1] % SCALE_BLOCK == 0
+    return is_kept_wide and joined.takes(x, weights[-1], recipe) and joined.trains(x, weights)
 
 
 @torch.compiler.disable
