@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import store
-from deep_tile.train import linear, linears, mlp, sizes
+from deep_tile.select import training
+from deep_tile.train import linear, linears, mlp
 
 SIZES = (
     *("256x512x512", "2048x1024x1024", "8192x1024x1024", "8192x2048x2048", "4096x2048x2048", "8192x1024x4096"),
@@ -61,11 +62,11 @@ def measure(of: str, tokens: int, n: int, k: int) -> dict:
     weights = [nn.Parameter(torch.randn(shape, device="cuda").bfloat16()) for shape in shapes]
     width, count = (k, 1) if of == "mlp" else (n, len(weights))
     dy = [torch.randn(tokens, width, device="cuda").bfloat16() for _ in range(count)]
-    of_linear, most = sys.modules["deep_tile.train.linear"], sizes.MOST_PRODUCTS
+    of_linear, most = sys.modules["deep_tile.train.linear"], training.MOST_PRODUCTS
     in_bf16, in_fp8 = CALLS_OF[of]
     entry = {"of": of, "tokens": tokens, "n": n, "k": k}
     for way, call in (("bf16", in_bf16), ("joined", in_fp8), ("in turn", in_fp8)):
-        sizes.MOST_PRODUCTS = 0 if way == "in turn" else most
+        training.MOST_PRODUCTS = 0 if way == "in turn" else most
         of_linear._checked.clear()
 
         def forward(call=call):
@@ -87,7 +88,7 @@ def measure(of: str, tokens: int, n: int, k: int) -> dict:
                 torch.autograd.grad(forward(), (x, *weights), dy)
         graph.replay()
         entry[f"{way}, graph"] = min(_timed(graph.replay, torch.cuda.synchronize, 10) / 4 for _ in range(REPEATS))
-    sizes.MOST_PRODUCTS = most
+    training.MOST_PRODUCTS = most
     return entry
 
 

@@ -10,7 +10,8 @@ from test_train import ALL, RECIPES, assert_all_equal, defined, make_layer, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deep_tile.train import Recipe, casts, convert, linear, linears, mlp, sizes
+from deep_tile.select import training
+from deep_tile.train import Recipe, casts, convert, linear, linears, mlp
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +25,7 @@ SUMMED = 5e-3
 def in_turn(monkeypatch):
     """Small layers, too, are made call by call, with casts that are kept."""
     checked = sys.modules["deep_tile.train.linear"]._checked
-    monkeypatch.setattr(sizes, "MOST_PRODUCTS", 0)
+    monkeypatch.setattr(training, "MOST_PRODUCTS", 0)
     checked.clear()
     yield
     checked.clear()

@@ -13,7 +13,8 @@ from deep_tile import params
 SETUP = """
 import importlib
 from deep_tile import train
-from deep_tile.train import Recipe, joined, sizes
+from deep_tile.select import training
+from deep_tile.train import Recipe, joined
 linear = importlib.import_module("deep_tile.train.linear")
 
 joined._is_on_gpu = lambda x: small
@@ -193,8 +194,8 @@ NOT_JOINED = {
     "recast": "recipe = Recipe(recast=True)",
     "dgrad in BF16": "recipe = Recipe(dgrad='bf16')",
     "wgrad in BF16": "recipe = Recipe(wgrad='bf16')",
-    "much work": "sizes.MOST_PRODUCTS = 150 * 200 * 72 - 1",
-    "many elements": "sizes.MOST_ELEMENTS = 150 * 200 - 1",
+    "much work": "training.MOST_PRODUCTS = 150 * 200 * 72 - 1",
+    "many elements": "training.MOST_ELEMENTS = 150 * 200 - 1",
 }
 
 
@@ -203,9 +204,9 @@ def test_what_goes_call_by_call(run):
     shown, launched = run(f"""
 def step(): linear.linear(x, weight, bias).backward(dy)
 for _ in range(3): attempt(step)
-given = x, weight, Recipe(), sizes.MOST_PRODUCTS, sizes.MOST_ELEMENTS
+given = x, weight, Recipe(), training.MOST_PRODUCTS, training.MOST_ELEMENTS
 for change in {[*NOT_JOINED.values()]}:
-    x, weight, recipe, sizes.MOST_PRODUCTS, sizes.MOST_ELEMENTS = given
+    x, weight, recipe, training.MOST_PRODUCTS, training.MOST_ELEMENTS = given
     x, weight = x.detach().clone().requires_grad_(), torch.nn.Parameter(weight.detach().clone())
     exec(change)
     linear._checked.clear()
@@ -231,7 +232,7 @@ MLP_NOT_JOINED = {
 def test_which_mlp_goes_call_by_call(run):
     """All else is known by C from the second step on, in seven calls."""
     shown, _ = run(f"""
-sizes.MOST_PRODUCTS = 150 * 200 * 128
+training.MOST_PRODUCTS = 150 * 200 * 128
 def weights(*sizes): return [torch.nn.Parameter(torch.randn(size)) for size in sizes]
 def step(): train.mlp(x, (w_gate, w_up), w_down).backward(dy)
 given = (128, 200), (128, 200), (72, 128)

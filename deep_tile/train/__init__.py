@@ -7,13 +7,13 @@
 Functions are imported eagerly, since some share their name with a module.
 """
 
+from deep_tile.select.training import predict
 from deep_tile.train.casts import invalidate
 from deep_tile.train.experts import experts
 from deep_tile.train.layers import Linear, convert, gather_fp8
 from deep_tile.train.linear import linear, linears
 from deep_tile.train.mlp import mlp
 from deep_tile.train.precompile import precompile
-from deep_tile.train.predict import predict
 from deep_tile.train.recipe import Recipe
 
 __all__ = [

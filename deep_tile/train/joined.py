@@ -16,7 +16,8 @@ import torch
 from deep_tile import _launcher, both, dense, gated, launches, params, tensors
 from deep_tile.config import round_up
 from deep_tile.experts import SILU_MUL_CAST
-from deep_tile.train import casts, sizes
+from deep_tile.select import training
+from deep_tile.train import casts
 from deep_tile.train.products import product_along_tokens, written_dtype
 from deep_tile.train.recipe import Recipe
 
@@ -116,7 +117,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> bool:
     """Whether arguments of these shapes and dtypes, which have passed the checks, are of a small layer on a GPU."""
     return (
         _is_on_gpu(x)
-        and sizes.is_small(x.shape[:-1].numel(), *weight.shape)
+        and training.is_small(x.shape[:-1].numel(), *weight.shape)
         and x.dim() <= 3  # which C reads
         and weight.dtype == written_dtype(weight.dtype)
         and (recipe.dgrad, recipe.recast) == ("fp8", False)
