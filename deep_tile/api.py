@@ -25,8 +25,8 @@ from deep_tile import (  # noqa: F401, which describe products
 from deep_tile.checks import MAX_SIZE, Sizes, current_gpu
 from deep_tile.config import GemmConfig, as_int, round_up
 from deep_tile.dense import FP8_GEMM, Options, Product
-from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
-from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUTS, QUANTIZED, RAW, RESULTS, Kind
+from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names
+from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUTS, PACKED, QUANTIZED, RAW, RESULTS, USUAL, Kind, name_of
 from deep_tile.operation import OPERATIONS, error_of
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
@@ -37,10 +37,8 @@ _TMA_BYTES = tensors.ALIGNMENT_BYTES
 _PRECOMPILED = {**RESULT_NAMES, torch.float8_e4m3fn: QUANTIZED}
 """Results that `precompile` knows."""
 
-_KINDS_OF_DTYPES = {
-    torch_dtype(EVERY_KIND[name].a): EVERY_KIND[name] for name in ("fp8", "bf16", "fp16", "int8", "fp8_rows_e5m2_e5m2")
-}
-"""Kinds by operand dtype, for `supports`."""
+_DTYPES = {EVERY_KIND[name]: getattr(torch, dtype) for dtype, name in USUAL.items() if name in EVERY_KIND}
+"""Operand dtypes by their usual kind."""
 
 
 class Precompiled(NamedTuple):
@@ -183,7 +181,7 @@ def supports(
     n: int,
     k: int,
     *,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    dtype: torch.dtype | str = torch.float8_e4m3fn,
     out_dtype: torch.dtype | None = None,
     a_stride: int | None = None,
     b_stride: int | None = None,
@@ -192,21 +190,23 @@ def supports(
     groups: int = 1,
     call: str | None = None,
 ) -> tuple[bool, str]:
-    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, `int8_gemm` for INT8 and `scaled_gemm` for e5m2, or the function
-    named by `call`, takes such a problem, and if not, why; for dispatchers, without tensors or a GPU. Runs the call's
-    own checks.
+    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, `int8_gemm` for INT8, `scaled_gemm` for e5m2 and `packed_gemm`
+    for 4-bit weights, or the function named by `call`, takes such a problem, and if not, why; for dispatchers, without
+    tensors or a GPU. Runs the call's own checks.
 
     Args:
         m, n, k: sizes in elements; scales are taken to be dense. For `fp8_wgrad`: weights [n, k], m tokens.
         dtype: the operands': float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8; for `fp8_linear` that of `x`:
-            float8_e4m3fn if it is quantised, or bfloat16, float16 or float32.
+            float8_e4m3fn if it is quantised, or bfloat16, float16 or float32. Or a kind's name, as for `precompile`:
+            "mxfp4", "nvfp4" or "int4" for a packed weight and float8_e4m3fn activations.
         out_dtype: the result's: bfloat16, float16 or float32, or int32 for INT8 in `gemm`, float8_e4m3fn for
             `fp8_gemm_cast`; the call's default when None.
         a_stride, b_stride: row strides in elements (k strides for M- and N-major operands); None: contiguous.
         layout: "nt": both operands K-major. For BF16 and FP16 also "nn": b N-major (the transpose of a contiguous [k,
             n]); "tt": a M-major; "tn": a M-major and b N-major.
-        grouping: "offs" or "counts" for `fp8_grouped_gemm`, `grouped_gemm` and `scaled_grouped_gemm`: m counts all
-            rows, or those of each group; "k_offs" for `fp8_grouped_wgrad`: weights [n, k], m tokens.
+        grouping: "offs" or "counts" for `fp8_grouped_gemm`, `grouped_gemm`, `scaled_grouped_gemm` and
+            `packed_grouped_gemm`: m counts all rows, or those of each group; "k_offs" for `fp8_grouped_wgrad`: weights
+            [n, k], m tokens.
         groups: number of groups.
         call: a GEMM's name, such as "fp8_gemm_cast", "fp8_linear" or "scaled_gemm".
     """
@@ -227,6 +227,8 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
             raise ValueError(f"{name}_stride is {stride!r}; strides are ints, in elements, up to {MAX_SIZE}")
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; groupings are {', '.join(GROUPINGS)}")
+    if isinstance(dtype, str):
+        dtype = _DTYPES.get(_kind_of(dtype, out_dtype), dtype)
     operation, kind = _asked(call, dtype, out_dtype, grouping)
     checks.refuse(layout_problem(layout, kind))
     results = operation.results(kind)
@@ -235,7 +237,7 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
     operation.check_sizes(Sizes(m, n, k, kind, dtype, out_dtype, strides, layout, grouping, groups))
 
 
-def _asked(call: str | None, dtype: torch.dtype, out_dtype: torch.dtype | None, grouping: str) -> tuple:
+def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | None, grouping: str) -> tuple:
     """The operation that `supports` asks, and the kind of such operands: the one named, or the first for their kind."""
     usual = _kind_of(dtype, out_dtype)
     products = {name: each for name, each in OPERATIONS.items() if grouping in each.groupings}
@@ -244,7 +246,7 @@ def _asked(call: str | None, dtype: torch.dtype, out_dtype: torch.dtype | None, 
             raise ValueError(f"call is {call!r}; with grouping {grouping!r} pass one of {', '.join(products)}")
         products = {call: products[call]}
     elif usual is None:
-        raise ValueError(f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}")
+        raise ValueError(f"operands are {dtype}; supported is {' or '.join(map(str, (*_DTYPES.values(), *PACKED)))}")
     found = [(each, each.kind_for(dtype, usual)) for each in products.values()]
     found = [(each, kind) for each, kind in found if kind is not None]
     if not found:
@@ -260,11 +262,12 @@ def product_for(kind: Kind, grouping: str = "none", out_dtype: torch.dtype | Non
     return next((each for each in found if out_dtype in (None, *each.results(kind))), None)
 
 
-def _kind_of(dtype: torch.dtype, out_dtype: torch.dtype | None) -> Kind | None:
-    """The usual kind for operands of a dtype."""
-    return (
-        EVERY_KIND["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES.get(dtype)
-    )
+def _kind_of(dtype: torch.dtype | str, out_dtype: torch.dtype | None) -> Kind | None:
+    """The kind with this name, or the usual one for operands of a dtype."""
+    if dtype is torch.int8 and out_dtype is torch.int32:
+        return EVERY_KIND["int8_unscaled"]
+    name = name_of(dtype)
+    return EVERY_KIND.get(name) if isinstance(name, str) else None
 
 
 def layout_problem(layout: object, kind: Kind) -> str | None:
@@ -324,14 +327,11 @@ def precompile(
             grouping, kind or layout.
         jit.CompileError: a kernel does not compile.
     """
-    if isinstance(kind, torch.dtype):
-        if kind not in _KINDS_OF_DTYPES:
-            raise ValueError(f"kind is {kind}; operands are {names(_KINDS_OF_DTYPES)}: pass one of these, or a name")
-        kind = _kind_of(kind, out_dtype).name
-    if not isinstance(kind, str) or kind not in EVERY_KIND:
+    product = _kind_of(kind, out_dtype)
+    if product is None:
         raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or one of {', '.join(EVERY_KIND)}")
-    product = EVERY_KIND[kind]
-    weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
+    kind, dtype = product.name, product.name if product.packing else finishes.torch_dtype(product.a)
+    weights = [_checked_weight(shape, dtype) for shape in _as_list(shapes)]
     if out_dtype not in (None, *_PRECOMPILED):
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")
     layouts = _checked_layouts(layouts, product)
@@ -427,7 +427,7 @@ def _as_list(shapes: Iterable) -> list:
         raise TypeError(f"shapes is {shapes!r}; pass a list of (n, k, max_m), one for each weight") from None
 
 
-def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
+def _checked_weight(shape: object, dtype: torch.dtype | str) -> tuple[int, int, int]:
     """One (n, k, max_m) of `precompile`, checked."""
     sizes = tuple(map(as_int, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 3 or None in sizes:
@@ -437,7 +437,8 @@ def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
         )
     n, k, max_m = sizes
     padded = round_up(k, _TMA_BYTES)
-    supported, reason = supports(max_m, n, k, dtype=dtype, a_stride=padded, b_stride=padded)
+    b_stride = None if dtype in PACKED else padded
+    supported, reason = supports(max_m, n, k, dtype=dtype, a_stride=padded, b_stride=b_stride)
     if not supported or not min(sizes):
         reason = "sizes must be positive" if supported else reason
         raise ValueError(f"shape (n={n}, k={k}, max_m={max_m}): {reason}")

@@ -285,14 +285,16 @@ def prepare_launch(
     places: Mapping[str, params.Place],
     *,
     cluster: int = 1,
+    maps: tuple = (),
     pdl: bool | None = None,
 ) -> _launcher.Launch:
-    """Everything about a launch except tensor addresses. Errors as for `load`.
+    """A launch, complete but for tensor addresses. Errors as for `load`.
 
     Args:
         numbers: of `kernel.table`, by name.
         names: the tensors that the launch will be given.
         places: where in them what `kernel.table` points to is.
+        maps: tensor maps, as `MapLayout.entry` returns them.
         pdl: programmatic dependent launch: the kernel may start before its predecessor in the stream ends, and waits
             for that end before it reads or writes anything. None: for kernels between the products of an expert layer.
     """
@@ -304,7 +306,7 @@ def prepare_launch(
         params=kernel.table.pack(**numbers),
         names=names,
         pointers=kernel.table.pointers(places),
-        maps=(),
+        maps=maps,
         fixed_maps=(),
         pdl=_is_of_experts(kernel) if pdl is None else pdl,
     )

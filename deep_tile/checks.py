@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import finishes, jit, launches, ops, plan, settings, tensors
+from deep_tile import finishes, jit, launches, ops, packed, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import LAYOUTS, Kind
 from deep_tile.problem import GemmProblem
@@ -55,6 +55,10 @@ class Sizes(NamedTuple):
         along_a, along_b = LAYOUTS[self.layout]
         scale_rows = SCALE_BLOCK if self.kind.scaling == "blocks" else 1
         a = _without_memory("a", self.kind, (*of_a, self.m, self.k), self.strides[0], along_a, 1)
+        if self.kind.packing:
+            if self.strides[1] is not None:
+                raise ValueError(f"b_stride is {self.strides[1]}; a packed weight is contiguous: leave it out")
+            return *a, *packed.zeros((*of_b, self.n, self.k), self.kind.name, "meta")
         return *a, *_without_memory("b", self.kind, (*of_b, self.n, self.k), self.strides[1], along_b, scale_rows)
 
 

@@ -5,7 +5,7 @@ Called by users. Invariant: a kind is a row in `kinds.KINDS`, and a function is 
 dtypes) to kinds.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,7 +21,6 @@ from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     finished,
-    fp8_gemm_reference,
     gemm_reference,
     row_blocks_gemm_reference,
     rows_gemm_reference,
@@ -59,7 +58,6 @@ class Product(Operation):
         out_dtype: default result dtype; None: the operands', int32 for INT8.
         remedies: texts for unsupported dtypes of `a` and `b`.
         takers: functions for the other dtypes in `tensors.QUANTIZED_DTYPES`.
-        definition: function of operands and result dtype; None: the scaling's entry in `REFERENCES`.
         others: as for `Operation`.
     """
 
@@ -73,11 +71,9 @@ class Product(Operation):
         out_dtype: torch.dtype | None,
         remedies: tuple[str, str],
         takers: Mapping[torch.dtype, str] = MappingProxyType({}),
-        definition: Callable[..., torch.Tensor] | None = None,
         **others,
     ) -> None:
         self.kinds, self.out_dtype, self.remedies, self.takers = kinds, out_dtype, remedies, takers
-        self.definition = definition
         pairs = dict.fromkeys((a, b) for _, a, b in kinds)
         self.dtypes = {a: tuple(b for with_a, b in pairs if with_a == a) for a, _ in pairs}
         self.count = 4 if "_scale " in tensors else 2
@@ -109,9 +105,10 @@ class Product(Operation):
     def readable(self, given: Given) -> Given:
         return *tensors.with_float32_scales(given[: self.count]), *given[self.count :]
 
-    def kind_for(self, dtype: torch.dtype, usual: Kind | None) -> Kind | None:
-        known = [kind for (_, a, b), kind in self.kinds.items() if a == b == dtype]
-        return usual if usual in known else next(iter(known), None)
+    def kind_for(self, dtype: torch.dtype | str, usual: Kind | None) -> Kind | None:
+        if usual in self.kinds.values():
+            return usual
+        return next((kind for (_, a, b), kind in self.kinds.items() if a == b == dtype), None)
 
     def results(self, kind: Kind) -> tuple[torch.dtype, ...]:
         return finishes.of_kind(kind)
@@ -255,7 +252,7 @@ class Dense(Product):
             tma_store=checks.tma_can_store(out),
             split_k=not options.batch_invariant,
             kind=self.kind(given, options).name,
-            output=finishes.RESULT_NAMES[out.dtype],
+            output=finishes.FORMAT_NAMES[out.dtype],
             accumulate=options.accumulate,
             **finishes.for_problem(bias, options.activation),
             layout=LAYOUT_NAMES[_majors(a, b)],
@@ -309,8 +306,7 @@ class Dense(Product):
         dtype = torch.float64 if is_finished else out.dtype
         if a.shape[1]:
             scaling = self.kind(given, options).scaling
-            definition = self.definition if self.definition and scaling == "blocks" else REFERENCES[scaling]
-            product = definition(*unpacked(given[: self.count]), dtype)
+            product = REFERENCES[scaling](*unpacked(given[: self.count]), dtype)
         else:
             product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
         if is_finished:
@@ -496,11 +492,7 @@ def gemm(
         accumulate: add the result to `out`, which must be given; without bias and activation. The result is rounded to
             `out`'s dtype first, then the sum: for bfloat16 and float16 both roundings count.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if getattr(b, "dtype", None) is torch.float32 and getattr(a, "dtype", None) is torch.bfloat16:
@@ -543,11 +535,7 @@ def int8_gemm(
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if is_traced():
@@ -599,11 +587,7 @@ def scaled_gemm(
         accumulate: as for `gemm`.
         fast_accum: for FP8 with per-row or per-tensor scales, as above; otherwise ignored.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, fast_accum)
     if is_traced():
@@ -642,11 +626,7 @@ def packed_gemm(
         config: as for `fp8_gemm`; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if is_traced():
@@ -683,11 +663,7 @@ def fp8_wgrad(
         accumulate: add to `out`, as `gemm` does, instead of overwriting it.
         config, num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (None, config, num_sms, batch_invariant, pdl, False, None, accumulate, True)
     if is_traced():
@@ -803,10 +779,6 @@ def _run_gradient(grad, x, transposed, **options) -> torch.Tensor:
     return _multiply_gradient(grad, x, transposed, **options)
 
 
-def _fake_gradient(grad, x, transposed, **_) -> torch.Tensor:
-    return grad.new_empty(grad.shape[1] if transposed else grad.shape[0], x.shape[1])
-
-
 _SCALED = "a a_scale b b_scale out! bias?"
 _LINEAR = "call torch.nn.functional.linear"
 _OF_PRODUCTS = "activation out_dtype num_sms batch_invariant pdl constant_weights"
@@ -817,7 +789,6 @@ FP8_GEMM = Dense(
     *("fp8_gemm", _SCALED, _OF_PRODUCTS, FP8_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("quantise with deep_tile.per_token_cast_to_fp8", "quantise with deep_tile.per_block_cast_to_fp8"),
-    definition=fp8_gemm_reference,
     takers=_OTHERS,
     sources=checks.SOURCES,
     to_train="call deep_tile.fp8_linear",
@@ -848,7 +819,6 @@ PACKED_GEMM = PackedDense(
     *("packed_gemm", _SCALED, f"{_OF_PRODUCTS} accumulate", PACKED_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("cast a with deep_tile.per_token_cast_to_fp8, and make b with deep_tile.pack_weight", _ONE_DTYPE),
-    definition=fp8_gemm_reference,
     to_train=_LINEAR,
 )
 FP8_WGRAD = Dense(
@@ -865,6 +835,6 @@ ops.register(
     "gemm_gradient(Tensor grad, Tensor x, bool transposed, *, "
     f"{ops.keywords('num_sms batch_invariant pdl')}) -> Tensor",
     _run_gradient,
-    _fake_gradient,
+    lambda grad, x, transposed, **_: grad.new_empty(grad.shape[1 if transposed else 0], x.shape[1]),
     flops=lambda grad, x, *_, **__: 2 * prod(grad) * x[1],
 )

@@ -18,7 +18,7 @@ from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.reference import fp8_gemm_reference, grouped_reference
+from deep_tile.reference import grouped_reference
 from deep_tile.select.choose import LEAST_UNPACKED
 
 MAX_TILES = 2**31 - 1
@@ -150,9 +150,7 @@ class Grouped(Product):
         kind = self.kind(given, options)
         if kind.row_scales:
             operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
-        by_blocks = kind.packing and kind.scaling == "blocks"
-        definition = fp8_gemm_reference if kind.name == "fp8" or by_blocks else REFERENCES[kind.scaling]
-        grouped_reference(definition, unpacked(tuple(operands)), out, bounds, options.alignment)
+        grouped_reference(REFERENCES[kind.scaling], unpacked(tuple(operands)), out, bounds, options.alignment)
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared:
         device, problem = given[-1].get_device(), self.problem(given, options)
@@ -260,11 +258,7 @@ def fp8_grouped_gemm(
         num_sms, pdl: as for `fp8_gemm`.
         batch_invariant: as for `fp8_gemm`. Grouped results never depend on other rows, so it changes nothing.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
 
     The method is `fp8_gemm`'s; offsets follow `torch.nn.functional.scaled_grouped_mm`.
     """
@@ -305,11 +299,7 @@ def grouped_gemm(
         out_dtype: dtype of `out`: by default `out`'s, or `a`'s, or int32 for INT8.
         offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, b, bounds, out)
@@ -357,11 +347,7 @@ def scaled_grouped_gemm(
         offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
         fast_accum: as for `scaled_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)
@@ -399,11 +385,7 @@ def packed_grouped_gemm(
         config: as there; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)

@@ -344,10 +344,8 @@ class Linear(Operation):
 @lru_cache(maxsize=4096)
 def _product_layout(x_shape: tuple[int, ...], n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Dense shape and strides of the result for this input shape."""
-    shape, strides = (*x_shape[:-1], n), [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * max(size, 1))
-    return shape, tuple(strides)
+    shape = (*x_shape[:-1], n)
+    return shape, tensors.dense_strides(shape)
 
 
 class _Parts(NamedTuple):
@@ -562,11 +560,6 @@ def _fake_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None
     return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in (of_x, of_b, of_bias))
 
 
-def _backward_flops(grad, x, b, b_scale=None, *, x_dtype=None, **_) -> int:
-    """Operations in grad @ b and grad^T @ x, if computed."""
-    return ((x_dtype is not None) + (x is not None)) * 2 * math.prod(grad) * b[1]
-
-
 FP8_LINEAR = Linear(
     "fp8_linear",
     "x b b_scale? bias? out!",
@@ -581,5 +574,7 @@ ops.register(
     "ScalarType? bias_dtype=None) -> (Tensor, Tensor, Tensor)",
     _run_backward_op,
     _fake_backward_op,
-    flops=_backward_flops,
+    flops=lambda grad, x, b, *_, x_dtype=None, **__: (
+        ((x_dtype is not None) + (x is not None)) * 2 * math.prod(grad) * b[1]
+    ),
 )

@@ -44,13 +44,11 @@ class Operation(ops.Op):
         Options: the NamedTuple for a call's keywords. Calls pass a plain tuple, which is faster to build.
         launches: this operation's launch cache, by options and signature.
         names: the tensors' names.
-        groupings: of a product, those in `kinds.GROUPINGS` that it takes. `supports` knows products alone.
-        dtypes: of a product, the dtypes of `b` by those of `a`.
+        groupings: for a product, the supported names in `kinds.GROUPINGS`. A product also has `dtypes`, those of `a`.
     """
 
     Options: type
     groupings: tuple[str, ...] = ()
-    dtypes: Mapping[torch.dtype, tuple[torch.dtype, ...]] = MappingProxyType({})
     is_on_gpu = staticmethod(attrgetter("is_cuda"))
 
     def __init__(
@@ -141,9 +139,9 @@ class Operation(ops.Op):
         """The result for a call that torch records; None to go on without a gradient."""
         self.check_arguments(given, options)
 
-    # Of a product, which is asked about by sizes: `supports`, `precompile`.
+    # To be described by products, for `supports` and `precompile`, which have sizes alone.
 
-    def kind_for(self, dtype: torch.dtype, usual: Kind | None) -> Kind | None:
+    def kind_for(self, dtype: torch.dtype | str, usual: Kind | None) -> Kind | None:
         """The kind for operands of this dtype: the `usual` one if it is among the operation's."""
         raise NotImplementedError
 

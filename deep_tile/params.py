@@ -237,13 +237,14 @@ GEMM = Params(
         "a_maps",
         TENSOR_MAP,
         "a [m, k] in bytes, box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128]; or, where "
-        "a_span is not 0, [k, m], box [64 / cluster_n, a_span], for all tiles",
+        "a_span is not 0, [k, m], box [64 / cluster_n, a_span]; for its last box with fewer rows a_tail_rows of them",
         count=2,
     ),
     Field(
         "b_maps",
         TENSOR_MAP,
-        "b [n, k] in bytes, box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]; or likewise",
+        "b [n, k] in bytes, box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]; or likewise "
+        "[k, n], all boxes full",
         count=2,
     ),
     Field(

@@ -360,7 +360,8 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     if not config.is_packed:
         maps.append((b_maps, "b", b(b_rows, layout.b_stride, config.block_n, config.cluster_m)))
     if a_tail_rows:
-        maps.append((a_maps + params.MAP_BYTES, "a", a(a_rows, layout.a_stride, a_tail_rows)))
+        sharers = config.cluster_n if config.a_span else 1
+        maps.append((a_maps + params.MAP_BYTES, "a", a(a_rows, layout.a_stride, a_tail_rows, sharers)))
     if b_tail_rows and not config.is_packed:
         maps.append((b_maps + params.MAP_BYTES, "b", b(b_rows, layout.b_stride, b_tail_rows)))
     if config.tma_store:
@@ -401,7 +402,8 @@ def _operand_map(
     rows. The contiguous dimension is in bytes for every format, since kernels count K blocks."""
     element_bytes = config.product.a.bytes
     if span:
-        sizes, box, swizzle = (rows * element_bytes, k), (span, config.product.k_block // sharers), span
+        box = min(span, tile_rows * element_bytes), config.product.k_block // sharers
+        sizes, swizzle = (rows * element_bytes, k), span
     else:
         sizes, box, swizzle = (k * element_bytes, rows), (K_BLOCK_BYTES, tile_rows // sharers), K_BLOCK_BYTES
     return MapLayout("uint8", sizes, (stride * element_bytes,), box, swizzle, OPERAND_L2_BYTES)
@@ -411,16 +413,18 @@ def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
     """Box rows in the last tile of `a` and `b`; 0 if all tiles are full.
 
     A shorter last tile has its own map, which the kernel relies on: without it the kernel traps, with wrong rows it
-    hangs. For row groups, whose sizes the host does not know, an `a` box is a whole tile or a quarter. M- and N-major
-    operands have no tails: the kernel fetches only boxes that contain rows.
+    hangs. For row groups, whose sizes the host does not know, an `a` box is a whole tile or a quarter. Of an M-major
+    `a` the matrix's last box may be shorter; of an N-major `b` all are full.
 
     Raises:
         ValueError: rows that do not fit.
     """
     if config.row_groups:
         a_tail = config.block_m // 4
+    elif config.a_span:
+        a_tail = span_tail_rows(problem.m, config.a_span // config.product.a.bytes)
     else:
-        a_tail = 0 if config.a_span else _checked_tail("a", problem.m, config.block_m, config.cluster_n)
+        a_tail = _checked_tail("a", problem.m, config.block_m, config.cluster_n)
     return a_tail, 0 if config.b_span else _checked_tail("b", problem.n, config.block_n, config.cluster_m)
 
 
@@ -432,6 +436,11 @@ def _checked_tail(operand: str, rows: int, tile_rows: int, sharers: int) -> int:
             f"each; want at most {box_rows}, and 0 only where all tiles are full"
         )
     return tail
+
+
+def span_tail_rows(rows: int, box_rows: int) -> int:
+    """Rows in the last box of an M-major `a`, a multiple of TMA's 16 bytes, or 0 if it is full."""
+    return round_up(rows % box_rows, 8) % box_rows
 
 
 def tail_rows(rows: int, tile_rows: int, sharers: int) -> int:

@@ -72,11 +72,7 @@ def fp8_grouped_wgrad(
         config: the kernel to use instead of the selector's choice; its `grouping` is "k_offs".
         num_sms, pdl: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (accumulate, alignment, expected_tokens, config, num_sms, pdl)
     if is_traced():

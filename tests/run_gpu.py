@@ -1,4 +1,4 @@
-"""GPU tests, fuzzer, stress and sanitizers, with a report: what `make test-gpu` runs on a machine with a Hopper GPU.
+"""Run GPU tests, fuzzers, stress and sanitizers, and write a report: `make test-gpu`, for a machine with a Hopper GPU.
 
     PYTHONPATH=. python tests/run_gpu.py [--out FILE] [--skip-sanitizers] [--parts tests fuzz ...]
 
@@ -38,7 +38,7 @@ COUNTS = (
     *("seed", "products", "calls_that_copy", "calls", "configs", "wrong", "hangs"),
     *("fuzzers", "scenarios", "seconds", "found", "findings"),
 )
-"""What is kept of a driver's report."""
+"""Fields of a driver's report that are kept."""
 
 sys.path.append(str(ROOT))  # for benchmarks; appended, so that an installed deep_tile still comes first
 
@@ -50,7 +50,7 @@ from deep_tile import jit  # noqa: E402
 from deep_tile.kinds import EVERY_KIND  # noqa: E402
 
 PREFIXES = sorted({"mqa_logits_", "sort_by_expert_", "thin_gemm_"} | {f"{kind.split('_')[0]}_" for kind in EVERY_KIND})
-"""In the names of deep_tile's kernels: sanitizers leave out all others."""
+"""Prefixes of deep_tile's kernels: sanitizers skip all others."""
 
 
 class Tally:
@@ -92,7 +92,7 @@ def run_tests(tests: Path = TESTS) -> dict[str, Any]:
 
 
 def run_driver(driver: str, *arguments: str) -> dict[str, Any]:
-    """A short run of one of DRIVERS: what its own report counts, or how it ended without one."""
+    """Run one of DRIVERS briefly. Returns its report's counts, or how it ended without one."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, str(TESTS / driver), *arguments, "--out", str(report)]
@@ -146,7 +146,7 @@ def run_sanitizer(sanitizer: str, tool: str) -> dict[str, Any]:
 
 
 def judge(status: int, output: str) -> dict[str, Any]:
-    """From a tool's exit status and output. `errors` is None when it ended without its summary."""
+    """Judge a tool by its exit status and output. `errors` is None if it ended without its summary."""
     # memcheck, synccheck: "ERROR SUMMARY: 0 errors"; racecheck: "RACECHECK SUMMARY: 0 hazards displayed (...)".
     summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) \w+", output)
     errors = int(summary[1]) if summary else None
@@ -181,7 +181,7 @@ def main() -> int:
 
 
 def run_parts(parts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What came of each of PARTS; "not run" of those that are not among `parts`."""
+    """The outcome of each of PARTS; "not run" for those not in `parts`."""
     outcomes = {part: not_run("not asked for") for part in PARTS}
     if "tests" in parts:
         outcomes["tests"] = run_tests()

@@ -186,7 +186,7 @@ def test_demo_is_readable_at_80_columns(call, monkeypatch, one_layer):
 
 @pytest.fixture
 def made_up_gpu(monkeypatch):
-    """What demos ask of a GPU, without one: times and errors that are made up, of real kernels' names."""
+    """Times and errors of a made-up GPU for the demos, by real kernels' names."""
     monkeypatch.setattr(deep_tile, "is_available", lambda: (True, "a made-up H200"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())

@@ -19,7 +19,7 @@ import deep_tile
 PACKAGE = Path(deep_tile.__file__).parent
 
 SIZES = {"config", "kinds", "problem", "walls"}
-"""What is asked and how it is done: numbers alone."""
+"""Problem and config: numbers alone."""
 
 CALL = SIZES | {"_launcher", "jit", "launches", "ops", "plan", "reference", "select", "settings", "tensors"}
 
@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "finishes": {"kinds", "ops", "tensors"},
     "options": {"config", "finishes"},
     "operation": {"_launcher", "kinds", "launches", "ops", "options", "tensors"},
-    "checks": CALL | {"finishes"},
+    "checks": CALL | {"finishes", "packed"},
     "parts": {"_launcher", "cast", "codegen", "config", "kinds", "params"},
     "thin": {"_launcher", "cast", "checks", "config", "finishes", "jit", "launches", "operation", "ops", "options"}
     | {"params", "parts", "select", "tensors"},
@@ -117,7 +117,7 @@ MAY_IMPORT = {
     | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
-    | {"options", "quantize", "replaceable", "tensors", "train"},
+    | {"kinds", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
     "compat": CALL
     | {
         "checks",
@@ -145,10 +145,11 @@ MAY_IMPORT = {
     "discovery": set(),
     "__main__": {"tools"},
 }
-"""By module or package of deep_tile, which others it may import; "" is deep_tile/__init__.py, the public names."""
+"""For each module or package of deep_tile, the others that it may import; "" is deep_tile/__init__.py, the public
+names."""
 
 PURE = ("select.schedule", "select.defaults", "select.choose")
-"""Read neither the user's files nor variables: what `tune` found is passed in."""
+"""Modules that read no file and no variable of the user: results of `tune` are passed in."""
 
 WITH_TORCH = {
     "api",
@@ -181,6 +182,7 @@ WITH_TORCH = {
     "integrations.transformers_weights",
     "integrations.vllm_experts",
     "integrations.vllm_linear",
+    "integrations.vllm_mxfp4",
     "integrations.vllm_passes",
     "launches",
     "linear",
@@ -242,8 +244,8 @@ ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
 OTHERS_PACKAGES = {"sglang", "transformers", "vllm"}
 """Imported by the functions that need them alone: deep_tile does without."""
 
-WITHIN_VLLM = {"integrations.vllm_experts", "integrations.vllm_linear", "integrations.vllm_passes"}
-"""Of classes that derive from vLLM's: imported once its plugin has been called."""
+WITHIN_VLLM = {f"integrations.vllm_{name}" for name in ("experts", "linear", "mxfp4", "passes")}
+"""Modules with subclasses of vLLM's: imported once vLLM has called its plugin."""
 
 
 class Edge(NamedTuple):
@@ -269,7 +271,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 @cache
 def imports(text: str) -> list[tuple[str, int, bool]]:
-    """Of a module's text: what each names, whole, the line, and whether it is in a function."""
+    """The imports of a module's text: full name, line, and whether inside a function."""
     return list(_imports(ast.parse(text), in_function=False))
 
 
@@ -290,7 +292,7 @@ def edges(package: Path) -> list[Edge]:
 
 
 def _imports(node: ast.AST, in_function: bool) -> Iterator[tuple[str, int, bool]]:
-    """(whole name, line, in a function) of what the children of a node import."""
+    """(full name, line, inside a function) of the imports below a node."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from ((alias.name, child.lineno, in_function) for alias in child.names)
@@ -306,7 +308,7 @@ def row(module: str) -> str:
 
 
 def violations(package: Path) -> list[str]:
-    """In words, what breaks the rules above."""
+    """Violations of the rules above, as text."""
     known = modules(package)
     found = [f"{module} has no row in MAY_IMPORT" for module in known if row(module) not in MAY_IMPORT]
     for edge in edges(package):

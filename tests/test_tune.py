@@ -1,4 +1,4 @@
-"""The search for the fastest config: what is tried, what is kept and where, and that the selector takes it."""
+"""The search for the fastest config: candidates, results that are kept, and their use by the selector."""
 
 import json
 import warnings
@@ -35,7 +35,7 @@ GPU = "NVIDIA H200"
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch, tmp_path):
-    """Files of its own for every test, and no memory of those before."""
+    """Each test has files of its own, and remembers none of those before."""
 
     def forget():
         for remembered in (settings.cache_dir, settings.tuned_file, tuned._all_choices):
@@ -367,7 +367,7 @@ def test_rows_of_a_trial_are_spread_around_their_mean():
 
 @pytest.mark.parametrize("layout", LITTLE)
 def test_a_search_keeps_the_fastest_that_is_right(monkeypatch, layout):
-    """With made-up times, on the CPU: the fastest of all is wrong, the second writes nothing."""
+    """Times are made up, on the CPU: the fastest config is wrong, and the second writes nothing."""
     problem = LITTLE[layout]
     configs = tune.search_space(problem, wide=False)[:5]
     wrong, idle = configs[3], configs[1]

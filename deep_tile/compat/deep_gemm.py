@@ -7,8 +7,8 @@ Invariant: names, arguments and meaning follow DeepGEMM 2.6.1 to 2.8.1 on SM90; 
 
 import importlib.util
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -33,6 +33,7 @@ from deep_tile.compat.scales import per_channel_cast_to_fp8 as per_channel_cast_
 from deep_tile.compat.scales import per_token_cast_to_fp8 as per_token_cast_to_fp8
 from deep_tile.compat.scales import transform_sf_into_required_layout as transform_sf_into_required_layout
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment
+from deep_tile.kinds import LAYOUTS
 from deep_tile.ops import is_traced
 from deep_tile.reference import cosine_difference
 from deep_tile.select.hardware import H200
@@ -104,24 +105,35 @@ def fp8_gemm_nt(
     dense.fp8_gemm(*operands, d, **process.settings)
 
 
-def fp8_gemm_nn(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
-    """`fp8_gemm_nt` for `b` [k, n] and its scale as transposed views, since on Hopper both operands are K-major."""
-    fp8_gemm_nt(a, _transposed_pair("b", b), d, c, **options)
+def _in_layout(call: Callable[..., None], layout: str, dimensions: int = 2) -> Callable[..., None]:
+    """`call`, an "nt" function, for operands in another of `kinds.LAYOUTS`: they are passed on as transposed views,
+    with their scales, since on Hopper FP8 is K-major."""
+    majors, pairs = LAYOUTS[layout]._asdict(), call.__annotations__["a"] is Pair
+
+    def turned(name: str, x: object) -> object:
+        if majors[name] == "k":
+            return x
+        if not pairs:
+            return _transposed(name, x, dimensions)
+        codes, scale = arguments.checked_pair(name, x)
+        return _transposed(name, codes, dimensions), _transposed(f"{name}'s scale", scale, dimensions)
+
+    @wraps(call)
+    def turning(a, b, *given, **named) -> None:
+        call(turned("a", a), turned("b", b), *given, **named)
+
+    turning.__name__ = turning.__qualname__ = call.__name__.replace("_nt", f"_{layout}")
+    shapes = [f"`{name}` [..., k, {major}]" for name, major in majors.items() if major != "k"]
+    turning.__doc__ = f"`{call.__name__}` for {' and '.join(shapes)}."
+    return turning
 
 
-def fp8_gemm_tn(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
-    """The same for `a` [k, m] and `b` [k, n]."""
-    fp8_gemm_nt(_transposed_pair("a", a), _transposed_pair("b", b), d, c, **options)
+def _transposed(name: str, x: torch.Tensor, dimensions: int) -> torch.Tensor:
+    arguments.require_dimensions(**{name: (x, dimensions)})
+    return x.transpose(-1, -2)
 
 
-def fp8_gemm_tt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
-    """The same for `a` [k, m] and `b` [n, k]."""
-    fp8_gemm_nt(_transposed_pair("a", a), b, d, c, **options)
-
-
-def _transposed_pair(name: str, pair: Pair) -> Pair:
-    x, scale = arguments.checked_pair(name, pair)
-    return _transposed(name, x), _transposed(f"{name}'s scale", scale)
+fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt = (_in_layout(fp8_gemm_nt, layout) for layout in ("nn", "tn", "tt"))
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -157,8 +169,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
         ensure_zero_padding: means nothing on Hopper, in DeepGEMM either.
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
+    Raises as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     a, a_scale, b, b_scale = arguments.operands(a, b)
@@ -184,12 +195,7 @@ def _contiguous_groups(
     return offs, {"alignment": _alignment, "expected_rows": expected, **process.settings}
 
 
-def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, **given) -> None:
-    """The same for `b` [g, k, n] and its scale as transposed views, since on Hopper operands are K-major."""
-    b, scale = (
-        _transposed(name, x, 3) for name, x in zip(("b", "b's scale"), arguments.checked_pair("b", b), strict=True)
-    )
-    m_grouped_fp8_gemm_nt_contiguous(a, (b, scale), d, grouped_layout, **given)
+m_grouped_fp8_gemm_nn_contiguous = _in_layout(m_grouped_fp8_gemm_nt_contiguous, "nn", dimensions=3)
 
 
 def fp8_gemm_nt_skip_head_mid(
@@ -243,8 +249,7 @@ def m_grouped_fp8_gemm_nt_masked(
         expected_m: mean rows per group, for which the kernel is chosen.
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
+    Raises as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     operands = arguments.operands(a, b)
@@ -290,8 +295,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         epilogue: only None.
         ks: `ks_cpu` by its newer name.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
+    Raises as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
     """
     ks_cpu = arguments.lengths(ks_cpu, ks)
     arguments.refuse_finish(epilogue=epilogue)
@@ -322,7 +326,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     if products and not is_traced():  # before d is written to; groups differ in k alone
         dense.check_sum("fp8_wgrad", products[0][:4], d[0], **process.settings)
     adds = arguments.begin_sum(d, c)
-    if len(products) > 1 and _leaves_sms_idle(m, n) and not _is_watched_or_captured(d):
+    is_recorded = is_traced() or (d.is_cuda and torch.cuda.is_current_stream_capturing())
+    if len(products) > 1 and _leaves_sms_idle(m, n) and not is_recorded:
         rows = _side_by_side(a, m, ks_cpu), a_scale, _side_by_side(b, n, ks_cpu), b_scale
         wgrad.fp8_grouped_wgrad(*rows, ends_of(ks_cpu, d.device), d, accumulate=adds, **process.settings)
         return
@@ -345,10 +350,6 @@ def _make_gradients_ready(products: list, d: torch.Tensor, adds: bool) -> None:
 def _leaves_sms_idle(m: int, n: int) -> bool:
     """Whether a GEMM of this size has fewer than two tiles per SM."""
     return ceil_div(m, SCALE_BLOCK) * ceil_div(n, SCALE_BLOCK) < 2 * H200.num_sms
-
-
-def _is_watched_or_captured(x: torch.Tensor) -> bool:
-    return is_traced() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _side_by_side(x: torch.Tensor, rows: int, lengths: list[int]) -> torch.Tensor:
@@ -383,8 +384,7 @@ def fp8_einsum(
         recipe: (1, 128, 128).
         use_128x4_sfd_layout: only False; the other scale layout is Blackwell's.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`; or another `expr`.
+    Raises as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`; or another `expr`.
     """
     if expr != "bhr,hdr->bhd":
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
@@ -434,8 +434,7 @@ def einsum(
         c: float32 to add, for a sum over b; it may be `d`. None: nothing.
         use_cublaslt: means nothing here.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.einsum`.
+    Raises as `deep_tile.einsum`.
     """
     if _compile_mode:
         if expr != "bmk,bnk->mn":
@@ -462,8 +461,7 @@ def tf32_hc_prenorm_gemm(
         sqr_sum: [m] float32, or [num_splits, m], written to.
         num_splits: K parts to return; None: they are added.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.prenorm_gemm`.
+    Raises as `deep_tile.prenorm_gemm`.
     """
     if _compile_mode:
         thin.precompile_thin()
@@ -489,8 +487,7 @@ def bf16_gemm_nt(
         compiled_dims: means nothing here.
         alpha, epilogue: only None (alpha also 1), as in DeepGEMM on Hopper.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
+    Raises as `deep_tile.gemm`.
     """
     arguments.refuse_finish(alpha, epilogue)
     if _compile_mode:
@@ -502,48 +499,7 @@ def bf16_gemm_nt(
     dense.gemm(a, b, d, accumulate=accumulate, **process.settings)
 
 
-def bf16_gemm_nn(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    c: torch.Tensor | None = None,
-    compiled_dims: str = "nk",
-    alpha: float | None = None,
-    epilogue: object = None,
-) -> None:
-    """`d = a @ b` for [m, k] and [k, n]: `bf16_gemm_nt` with the transposed `b`."""
-    bf16_gemm_nt(a, _transposed("b", b), d, c, alpha=alpha, epilogue=epilogue)
-
-
-def bf16_gemm_tn(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    c: torch.Tensor | None = None,
-    compiled_dims: str = "mn",
-    alpha: float | None = None,
-    epilogue: object = None,
-) -> None:
-    """`d = a^T @ b` for [k, m] and [k, n], likewise."""
-    bf16_gemm_nt(_transposed("a", a), _transposed("b", b), d, c, alpha=alpha, epilogue=epilogue)
-
-
-def bf16_gemm_tt(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    c: torch.Tensor | None = None,
-    compiled_dims: str = "mn",
-    alpha: float | None = None,
-    epilogue: object = None,
-) -> None:
-    """`d = a^T @ b^T` for [k, m] and [n, k], likewise."""
-    bf16_gemm_nt(_transposed("a", a), b, d, c, alpha=alpha, epilogue=epilogue)
-
-
-def _transposed(name: str, x: torch.Tensor, dimensions: int = 2) -> torch.Tensor:
-    arguments.require_dimensions(**{name: (x, dimensions)})
-    return x.transpose(-1, -2)
+bf16_gemm_nn, bf16_gemm_tn, bf16_gemm_tt = (_in_layout(bf16_gemm_nt, layout) for layout in ("nn", "tn", "tt"))
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -565,8 +521,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
         grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout, epilogue: as
             there.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
+    Raises as `deep_tile.grouped_gemm`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     if _compile_mode:
@@ -576,24 +531,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     grouped.grouped_gemm(a, b, offs, d, **options)
 
 
-def m_grouped_bf16_gemm_nn_contiguous(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    grouped_layout: torch.Tensor,
-    compiled_dims: str = "nk",
-    use_psum_layout: bool = False,
-    ensure_zero_padding: bool = True,
-    expected_m_for_psum_layout: int | None = None,
-    epilogue: object = None,
-) -> None:
-    """The same for `b` [g, k, n], with k a multiple of 64 if there are several groups."""
-    m_grouped_bf16_gemm_nt_contiguous(
-        *(a, _transposed("b", b, 3), d, grouped_layout),
-        use_psum_layout=use_psum_layout,
-        expected_m_for_psum_layout=expected_m_for_psum_layout,
-        epilogue=epilogue,
-    )
+m_grouped_bf16_gemm_nn_contiguous = _in_layout(m_grouped_bf16_gemm_nt_contiguous, "nn", dimensions=3)
 
 
 def m_grouped_bf16_gemm_nt_masked(
@@ -612,8 +550,7 @@ def m_grouped_bf16_gemm_nt_masked(
         d: [g, m, n] bfloat16 or float32, written to.
         masked_m, expected_m, compiled_dims, epilogue: as there.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
+    Raises as `deep_tile.grouped_gemm`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     if _compile_mode:
@@ -648,8 +585,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
         epilogue: only None.
         ks: `ks_cpu` by its newer name.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
+    Raises as `deep_tile.gemm`.
     """
     ks_cpu = arguments.lengths(ks_cpu, ks)
     arguments.refuse_finish(epilogue=epilogue)

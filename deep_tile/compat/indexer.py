@@ -31,8 +31,7 @@ def fp8_mqa_logits(
         clean_logits: write -infinity where no key counts.
         max_seqlen_k: 0, or the columns of compressed logits, which start with each query's first key.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.mqa_logits`, or a pair that is none.
+    Raises as `deep_tile.mqa_logits`, or a pair that is none.
     """
     return fp8_fp4_mqa_logits((q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
 
@@ -92,8 +91,7 @@ def fp8_paged_mqa_logits(
         clean_logits: write -infinity after each context, which newer DeepGEMM versions refuse.
         indices: Blackwell's: only None.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.paged_mqa_logits`.
+    Raises as `deep_tile.paged_mqa_logits`.
     """
     given = (q, None), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits
     return fp8_fp4_paged_mqa_logits(*given, indices=indices)

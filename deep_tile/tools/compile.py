@@ -89,7 +89,7 @@ def kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) 
     table = report.table("kernel", *columns, *(["shapes"] if uses else []), spare=("smem KiB", "compile s"))
     for config, seconds, usage, *_ in built:
         spilled = usage.spill_store_bytes + usage.spill_load_bytes
-        row = (config.name, f"{seconds:.2f}", str(usage.registers), str(spilled), _kib(config.smem_bytes))
+        row = (config.name, f"{seconds:.2f}", str(usage.registers), str(spilled), str(config.smem_bytes >> 10))
         table.add_row(*row, *([str(uses[config])] if uses else []))
     return table
 
@@ -135,10 +135,6 @@ def _storing_remedy(size_bytes: int) -> str:
         f"{info.directory} cannot be written, or something empties it; set {settings.CACHE_DIR.name} to a directory of "
         "your own, on a disk with space"
     )
-
-
-def _kib(size_bytes: int) -> str:
-    return str(size_bytes >> 10)
 
 
 # ---- cache

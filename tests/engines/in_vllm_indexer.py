@@ -18,18 +18,18 @@ from deep_tile.compat import deep_gemm
 
 HEADS, HEAD_DIM, KEYS_OF_PAGE, CHOSEN, WIDTH = 32, 128, 64, 8, 512
 PREFILLED, DECODED = 5, 3
-"""Queries: of one prompt that has a past, and of as many sequences."""
+"""Queries of one prompt with a past, and the number of decoding sequences."""
 
 
 def record(kind: type, **given: object) -> object:
-    """Of vLLM's dataclass, whichever fields its release has."""
+    """An instance of vLLM's dataclass, with whichever fields its release has."""
     fields = dataclasses.fields(kind)
     needed = {field.name: None for field in fields if field.default is dataclasses.MISSING}
     return kind(**needed | {field.name: given[field.name] for field in fields if field.name in given})
 
 
 def make_cache(pages: int) -> torch.Tensor:
-    """Pages of a layer, in memory of several layers: FP8 keys, then their scales."""
+    """One layer's pages, in memory of several layers: FP8 keys, then their scales."""
     cache = torch.zeros(pages, 2, KEYS_OF_PAGE, HEAD_DIM + 4, dtype=torch.uint8)[:, 0]
     values = torch.randn(pages, KEYS_OF_PAGE * HEAD_DIM).to(torch.float8_e4m3fn).view(torch.uint8)
     scales = (torch.rand(pages, KEYS_OF_PAGE) + 0.5).view(torch.uint8)
@@ -38,7 +38,7 @@ def make_cache(pages: int) -> torch.Tensor:
 
 
 def keys_of(cache: torch.Tensor, pages: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of values and of scales of a sequence's first keys."""
+    """Bytes of the values and of the scales of a sequence's first keys."""
     rows = cache[pages.long()].flatten(1)
     values, scales = rows.split((KEYS_OF_PAGE * HEAD_DIM, KEYS_OF_PAGE * 4), 1)
     return values.reshape(-1, HEAD_DIM)[:count], scales.reshape(-1, 4)[:count]
