@@ -329,7 +329,8 @@ def precompile(
     """
     product = _kind_of(kind, out_dtype)
     if product is None:
-        raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or one of {', '.join(EVERY_KIND)}")
+        known = f"one of {', '.join(EVERY_KIND)}; dtypes are {names(_DTYPES.values())}"
+        raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or {known}")
     kind, dtype = product.name, product.name if product.packing else finishes.torch_dtype(product.a)
     weights = [_checked_weight(shape, dtype) for shape in _as_list(shapes)]
     if out_dtype not in (None, *_PRECOMPILED):

@@ -188,8 +188,9 @@ def prepare_launch(
 
     Args:
         pdl: programmatic dependent launch: the kernel may start while its predecessor in the stream still runs.
-        constant_weights: with `pdl`, b is requested before waiting for the predecessor, unless several tile rows share
-            it: then a chain would be 0 to 6 % slower (ten shapes with 128 <= m <= 1024; H200, 2026-11-22).
+        constant_weights: with `pdl`, b is requested, and bounds of row groups are read, before waiting for the
+            predecessor, unless several tile rows share b: then a chain would be 0 to 6 % slower (ten shapes with 128
+            <= m <= 1024; H200, 2026-11-22).
         weights: fixed addresses for b and b_scale; the launch then takes the other tensors only.
         names: the tensors that the launch will be given.
         places: places of the `TENSORS` and the bias within these, if they are not separate tensors.
@@ -199,7 +200,8 @@ def prepare_launch(
         jit.CompileError: the kernel does not compile, or may hang.
         RuntimeError: the driver refuses the kernel.
     """
-    early_b = constant_weights and problem.m <= config.block_m
+    rows = problem.groups.expected_rows if problem.groups else problem.m
+    early_b = constant_weights and rows <= config.block_m
     maps = tensor_maps(problem, config, layout)
     fixed = {} if weights is None else weights._asdict()
     names = tuple(name for name in names if name not in fixed)

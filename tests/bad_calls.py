@@ -836,6 +836,7 @@ OF_OTHERS = [
             *((call, "batch_invariant", 0, TypeError, FLAG)
               for call in (GROUPED, SCALED, "gemm", "fp8_linear", "fp8_gemm_cast")),
             *((SCALED_GROUPED, "fast_accum", value, TypeError, FLAG) for value in (1, 1.0)),
+            (GROUPED, "constant_weights", 1, TypeError, FLAG),
             *((call, "accumulate", 0, TypeError, FLAG) for call in (SCALED, "gemm", "int8_gemm")),
             *((WGRAD, "accumulate", value, TypeError, FLAG) for value in (1, 1.0)),
             *((call, "alignment", value, ValueError, "pass an int, a power of two")

@@ -1,4 +1,4 @@
-"""Which kernels a run of tests compiles: those that its change touches (changes.py), as many as there is time for.
+"""The kernels that a test run compiles: those that the change touches (changes.py), as many as there is time for.
 
 Whatever changed, a few are compiled that have every kind, layout, epilogue and mechanism between them. `--all-kernels`
 compiles all, and `make test-kernels` does before a release.

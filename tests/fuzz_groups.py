@@ -55,6 +55,7 @@ class Draw(NamedTuple):
     expected_rows: int | None
     config: str | None
     num_sms: int | None
+    constant_weights: bool
     seed: int
 
     @property
@@ -99,13 +100,15 @@ def draw(random: Random, number: int, num_sms: int) -> Draw:
         out_stride = round_up(out_stride, 8)
     configs = grouped_configs(layout, out_stride % 8 == 0 and n % 8 == 0, kind=kind, operands=operands)
     config = configs[number % len(configs)].name if random.random() < 0.7 else None
+    sms = random.choice((None, None, 1, 2, 7, random.randint(1, num_sms)))
     return Draw(
         *(kind, operands, layout, groups, rows, bounds, alignment, n, max(k, 1), out_stride, random.random() < 0.5),
         scale_step=random.choice((1, 1, 1, 2, 3)),
         scale_dtype=draw_scale_dtype(random, kind),
         expected_rows=random.choice((None, 1, 20, 64, 130, 300, 5000)),
         config=config,
-        num_sms=random.choice((None, None, 1, 2, 7, random.randint(1, num_sms))),
+        num_sms=sms,
+        constant_weights=sms is None and random.random() < 0.5,
         seed=random.randrange(2**31),
     )
 
@@ -223,7 +226,7 @@ def guarded(drawn: Draw, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def multiply(product: Product, drawn: Draw, out: torch.Tensor) -> None:
-    options: dict[str, Any] = {"expected_rows": drawn.expected_rows, "num_sms": drawn.num_sms}
+    options: dict[str, Any] = {name: getattr(drawn, name) for name in ("expected_rows", "num_sms", "constant_weights")}
     options["config"] = None if drawn.config is None else CONFIGS[drawn.config]
     a, into, bounds = product.a, out, {"offs": product.bounds, "alignment": drawn.alignment}
     a_scale, b_scale = product.given_scales

@@ -127,7 +127,7 @@ def make_case(
 
 
 def _halves(made: Product) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """What belongs to `a`, and what to `b`."""
+    """The operands of `a` and those of `b`, each with its scale."""
     half = len(made.operands) // 2
     return tuple(made.operands[:half]), tuple(made.operands[half:])
 

@@ -84,7 +84,7 @@ for round_scale in ("none", "pow2"):
 
 
 def test_casts_allocate_and_convert(run_pretending):
-    """What is converted first has a signature of its own."""
+    """An input that is converted first has its own signature."""
     shown, launched = run_pretending(
         CAST_SETUP
         + """
@@ -109,7 +109,7 @@ attempt(per_token_cast_to_fp8, [1.0], out=codes, scale_out=scale)
 
 
 def test_casts_of_three_dimensions_are_one_call_into_c(run_pretending):
-    """Those of four, too; those of five go through Python, as do those that are copied first."""
+    """Four dimensions are one call into C, too. Five go through Python, as do inputs that are copied first."""
     shown, launched = run_pretending(
         CAST_SETUP
         + """

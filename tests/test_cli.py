@@ -59,7 +59,7 @@ class CompiledOnce:
 
 
 programs: dict[tuple[str, str], CompiledOnce] = {}
-"""Of all tests in this file, most of which want the same few kernels."""
+"""Programs of all tests in this file, most of which want the same few kernels."""
 
 
 def remembered_program(source: str, language: str, options: ProgramOptions) -> CompiledOnce:

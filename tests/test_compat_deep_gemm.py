@@ -340,7 +340,7 @@ LAYOUT_OF_THE_PACKAGE = {
     "testing.bench": [],
     "testing.utils": [],
 }
-"""Of DeepGEMM 2.6.1, as SGLang and DeepGEMM's own tests import it, and the names that deep_tile has of each."""
+"""Modules of DeepGEMM 2.6.1 that SGLang and DeepGEMM's tests import, with the names that deep_tile has of each."""
 
 
 REAL = """

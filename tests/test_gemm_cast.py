@@ -240,7 +240,7 @@ def test_bad_calls(changed, error, said):
 
 
 def test_a_floor_that_equals_a_known_one_launches_nothing(monkeypatch):
-    """Also where GEMM and cast are two launches."""
+    """Also where the GEMM and the cast are two launches."""
     operands = make_operands(4, 256, 128)
     fp8_gemm_cast(*operands, amax_floor=1.0)
     multiply, products = dense.FP8_GEMM.run, []

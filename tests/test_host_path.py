@@ -448,6 +448,18 @@ def test_groups_launch_programmatically_where_the_caller_says_so(run_pretending,
     assert f"pdl {pdl} " in launch.line
 
 
+def test_groups_read_constants_early_where_each_has_one_row_of_tiles(run_pretending):
+    code = """
+early = {"num_sms": None, "pdl": True, "constant_weights": True}
+for expected in (1, 8, 200): attempt(fp8_grouped_gemm, **listed | early, offs=offs, expected_rows=expected)
+attempt(fp8_grouped_gemm, **own | early, counts=torch.ones(3, dtype=torch.int32))
+attempt(fp8_grouped_gemm, **listed | {"constant_weights": True}, offs=offs)
+"""
+    shown, launched = run_pretending(GROUPS_SETUP + code)
+    assert [launch.params["early_b"] for launch in launched] == [1, 1, 0, 1]
+    assert shown[-1].startswith("ValueError constant_weights=True is for programmatic launches")
+
+
 # Plans.
 
 

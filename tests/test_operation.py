@@ -95,9 +95,9 @@ STEPS = {
     "not loaded": (r"except launches\.NotLoaded", {"linear"}),
     "op": (r"ops\.Op\(|ops\.register\(", {"dense", "linear"}),
 }
-"""Of a call's life, what a module's text has that does one by itself, and which do beside operation.py: a plan of `api`
-is one launch; `fp8_linear` has a workspace, and calls products of pairs; `fp8_gemm_cast` may be two calls; ops of
-gradients are of two operations; `unpack` is a step of calls, which have been checked."""
+"""For each step of a call, a pattern of modules that do it themselves, and those that may beside operation.py: a plan
+of `api` is one launch; `fp8_linear` has a workspace, and multiplies pairs; `fp8_gemm_cast` may be two calls; two
+operations have ops of gradients; `unpack` is a step of calls that have been checked."""
 
 
 @pytest.mark.parametrize("step", STEPS)

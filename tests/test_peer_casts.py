@@ -95,9 +95,9 @@ AMAX_FLOOR = 1e-10
 
 
 def reference(x, round_scale):
-    """In plain torch, as their tests have it, but for groups that are short, and for the division by 448: by a tensor,
-    since torch on a GPU multiplies with the reciprocal of a number. That is one rounding off, and some quotients of
-    millions, which lie halfway between two codes, go the other way."""
+    """The projects' own reference in plain torch, but for short groups, and with a division by a tensor: torch on a GPU
+    multiplies with the reciprocal of a number, one rounding off, so that some quotients of millions, halfway between
+    two codes, get the other code."""
     groups = F.pad(x.float(), (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
     amax = groups.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR)
     scale = amax / torch.full_like(amax, 448)

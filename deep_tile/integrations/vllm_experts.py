@@ -78,7 +78,9 @@ class _Experts(mk.FusedMoEExpertsModular):
         return True
 
     def _gate_up(self, a, a_scale, w1: torch.Tensor, out: torch.Tensor, products: Products) -> None:
-        """The first product. Each half of a narrow w1 has its own scales and is then multiplied separately."""
+        """The first product. Each half of a narrow w1 has its own scales and is then multiplied separately. A sort's
+        bounds are older than the cast; those of a dispatch may be new."""
+        products = products | {"constant_weights": self.grouping == "offs"}
         width = w1.shape[1] // 2
         if width % SCALE_BLOCK == 0:
             grouped.fp8_grouped_gemm(a, a_scale, w1, self.w1_scale, out=out, **products)
@@ -89,8 +91,8 @@ class _Experts(mk.FusedMoEExpertsModular):
             grouped.fp8_grouped_gemm(a, a_scale, *half, out=out[..., rows], **products)
 
     def _down(self, h, h_scale, w2: torch.Tensor, out: torch.Tensor, products: Products) -> None:
-        """The second product."""
-        grouped.fp8_grouped_gemm(h, h_scale, w2, self.w2_scale, out=out, **products)
+        """The second product, behind the activation's kernel, which writes no bounds."""
+        grouped.fp8_grouped_gemm(h, h_scale, w2, self.w2_scale, out=out, constant_weights=True, **products)
 
     def _activate(self, gate_up: torch.Tensor, activation: MoEActivation, **bounds) -> _Pair:
         limit, alpha, beta = self._gating()

@@ -238,14 +238,15 @@ class OperandLoader {
 // launch (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
-    if constexpr (config.grouped()) ptx::griddepcontrol_wait();  // the preceding kernel may have written the bounds
+    // The preceding kernel may have written the bounds.
+    if (config.grouped() && !reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();
     const Tile<config> tile = TileScheduler<config>(params).first();
     if (config.grouped() && !tile.valid) return 0;
     KRange range = k_range<config>(params);
     if constexpr (config.by_k) range = tile_range(tile);
     const int stages = min(min(config.stages, 5), range.end - range.begin);
     const OperandLoader<config, false> loader(params, smem, tile);
-    const bool early_b = !config.grouped() && params.early_b;
+    const bool early_b = !config.by_k && params.early_b;
     if (!early_b) ptx::griddepcontrol_wait();
     if (ptx::elect_sync()) {
 #pragma unroll 1
