@@ -89,6 +89,10 @@ class Converter {
 
     static constexpr int units = config.scale_blocks * tile_units<config> / config.converter_warps;  // of a stage
 
+    // Beside two math warpgroups NVFP4, with most tables, reads a unit behind the one ahead: otherwise NVRTC 13.2 and
+    // 13.5 lack registers, and have the scale warps of 128x128 wait at barriers as if divergent.
+    static constexpr bool reads_ahead = config.math_warpgroups == 1 || config.b_group >= 32;
+
     __device__ __forceinline__ Converter(SharedStorage<config>& smem, int warp)
         : smem_(smem), warp_(warp), to_(ptx::smem_address(&smem.b[0][warp * unit_rows * k_block_bytes]) + piece_offset()) {
         if constexpr (has_tables) write_tables();
@@ -194,6 +198,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
         wait(smem.slots.empty[slots.stage], slots.phase ^ 1);
 #pragma unroll
         for (int i = 0; i < converter.units; ++i) {
+            if constexpr (!Converter<config>::reads_ahead) converter.write(present, i);
             Unit next = present;
             if (i + 1 < converter.units) {
                 next = converter.read(stage, i + 1);
@@ -205,7 +210,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
                     next = converter.read(state.stage, 0);
                 }
             }
-            converter.write(present, i);
+            if constexpr (Converter<config>::reads_ahead) converter.write(present, i);
             converter.look_up(next);
             present = next;
         }
