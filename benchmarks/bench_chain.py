@@ -37,7 +37,7 @@ class Chain:
         self._out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
 
     def capture(self, launches: int = LAUNCHES, **options) -> timing.Captured:
-        """So many launches as a graph, with these options of fp8_gemm."""
+        """A graph of so many launches with these options of fp8_gemm."""
         return timing.capture(lambda: self._run(launches, options))
 
     def _run(self, launches: int, options: dict) -> torch.Tensor:

@@ -50,7 +50,7 @@ PREFILL = 2048
 TOKENS = (1, 8, 64, 512, PREFILL)
 REPEATS = 20
 MOST_ERROR = 0.15
-"""Of a layer's experts, relatively to those in BF16: several times what quantising weights and inputs does."""
+"""Largest error relative to the experts in BF16: several times that of quantising weights and inputs."""
 
 Call = Callable[[], torch.Tensor]
 
@@ -72,7 +72,7 @@ def quantized(wide: Qwen3MoeModel) -> Qwen3MoeModel:
 
 
 def contestants(wide: Qwen3MoeModel) -> Iterator[tuple[str, Qwen3MoeModel]]:
-    """By name, models that are called as they are while they are the last one given."""
+    """Models by name. Each is called as it is while it is the last one yielded."""
     yield "bf16", wide
     model = quantized(wide)
     try:
@@ -88,13 +88,13 @@ def contestants(wide: Qwen3MoeModel) -> Iterator[tuple[str, Qwen3MoeModel]]:
 
 
 def calls(model: Qwen3MoeModel, inputs: dict[int, torch.Tensor], prompt: torch.Tensor) -> dict[str, Call]:
-    """By name what is timed."""
+    """The calls to time, by name."""
     found = {f"experts, {tokens} tokens": partial(experts, model, x) for tokens, x in inputs.items()}
     return found | {f"layers, {prompt.shape[1]} tokens": partial(layers, model, prompt)}
 
 
 def experts(model: Qwen3MoeModel, x: torch.Tensor) -> torch.Tensor:
-    """Each layer's experts of the same input; those of the last layer."""
+    """All layers' experts with the same input. Returns the last layer's result."""
     return [layer.mlp(x) for layer in model.layers][-1]
 
 

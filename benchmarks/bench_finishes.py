@@ -33,7 +33,7 @@ from deep_tile.kinds import GATE_COLUMNS
 from deep_tile.reference import finished, relative_error
 
 MAX_ERROR = 6e-3
-"""Relative, of what an activation made of a product of FP8, rounded to BF16."""
+"""Largest relative error of the epilogue of an FP8 product rounded to BF16."""
 
 Product = Callable[..., torch.Tensor]
 
@@ -53,7 +53,7 @@ def product_of(kind: str, shape: Shape) -> Product:
 
 
 def apart(x: torch.Tensor, bias: torch.Tensor, name: str) -> torch.Tensor:
-    """What torch makes of a rounded product, as models without fusion have it."""
+    """Torch's epilogue of a rounded product, as models without fusion have it."""
     if name == "bias":
         return x.add_(bias)
     if name == "gelu_tanh":

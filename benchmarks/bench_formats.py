@@ -37,7 +37,7 @@ TOKENS = (1, 64, 4096)
 
 
 def make_weight(name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of normal samples, as a checkpoint has it: rounded by its scales, which are powers of two."""
+    """A weight of normal samples as a checkpoint stores it: rounded by power-of-two scales."""
     *leading, n, k = shape
     rows = 32 if name == "fp8_32x32" else 1
     scale = torch.exp2(torch.randint(-12, -9, (*leading, n // rows, k // 32), device="cuda").float()).to(E8M0)

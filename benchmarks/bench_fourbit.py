@@ -54,7 +54,7 @@ def make_weights(kind: str, shape: tuple[int, ...]) -> list[tuple]:
 
 
 def scales(kind: str, rows: tuple[int, ...], k: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Of groups, and keywords of `pack_weight`."""
+    """Scales of groups, and keywords of `pack_weight`."""
     if kind == "int4":
         return torch.rand(*rows, k // 128, device="cuda"), {"format": "int4_128"}
     if kind == "nvfp4":

@@ -87,7 +87,7 @@ class Bench:
         }
 
     def _add_own_power(self, graphs: dict[str, Captured], results: dict[str, dict[str, Any]]) -> None:
-        """What each takes on a GPU that has rested, and on one that does nothing else, with its energy."""
+        """Add each contestant's time and energy on a GPU that has rested, and on one that runs nothing else."""
         large = {name: graph for name, graph in graphs.items() if results[name]["us"] >= SUSTAINED_FROM_US}
         if not large:
             return
@@ -118,7 +118,7 @@ class Bench:
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with deep_tile's results, a line each."""
+    """deep_tile's wrong results, a line each."""
     found = []
     for row in rows:
         result, shape = row["results"].get(OURS.name), shape_of(row)

@@ -57,7 +57,7 @@ DEEP_GEMM = (
 )
 DEEP_GEMM_WEIGHTS = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
 MASKED_ROWS = 4096
-"""What each group of a masked product has room for; of fewer groups than 32, 1024 are as many as are used."""
+"""Rows that DeepGEMM's masked groups have room for. A quarter of it is enough here, unless a group is larger."""
 
 
 class Draw(NamedTuple):
@@ -106,7 +106,7 @@ def routed(model: Model, tokens: int, how: str, generator: torch.Generator) -> t
 
 
 def made_operands(draw: Draw, kind: Kind, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What belongs to rows, and what to groups: a matrix each, and its scale, if it has one."""
+    """Operands of rows and of groups: a matrix each, with its scale, if it has one."""
     groups, k_blocks = len(draw.sizes), ceil_div(draw.k, 128)
 
     def values(*shape: int) -> torch.Tensor:
@@ -135,7 +135,7 @@ def of_torch(kind: Kind, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -
 def contestants(
     draw: Draw, kind: Kind, every_config: bool
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], Callable[[], None]]:
-    """Calls by name, and a function that checks what one of ours returned."""
+    """Calls by name, and a function that checks our results."""
     groups, rows = len(draw.sizes), sum(draw.sizes) if draw.capacity is None else len(draw.sizes) * draw.capacity
     of_rows, of_groups = made_operands(draw, kind, rows)
     sizes = torch.tensor(draw.sizes, dtype=torch.int32, device="cuda")

@@ -42,7 +42,7 @@ from deep_tile.select.defaults import default_configs
 FP8 = torch.float8_e4m3fn
 
 CHECKED_ROWS = 256
-"""Of an output, from its first and from its last rows: the product in float64 of all of them takes seconds."""
+"""Rows that are checked, from the first and the last of an output: float64 takes seconds for all."""
 
 
 class Contest(NamedTuple):
@@ -144,14 +144,14 @@ def row_blocks(shape: Shape) -> Contest:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of operands that may lie in any layout."""
+"""dtypes of operands that may have any layout."""
 
 OF_TENSORS = {
     "fp8_tensor": "fp8_rows",
     "fp8_tensor_promoted": "fp8_rows_promoted",
     "fp8_tensor_e5m2_e4m3": "fp8_rows_e5m2_e4m3",
 }
-"""Kinds with one scale of all, and what multiplies them: torch mixes formats with such scales alone."""
+"""Kinds with one scale per tensor, and the functions that multiply them: torch mixes formats with such scales only."""
 
 
 def integers(shape: Shape) -> Contest:
@@ -199,7 +199,7 @@ def check(contest: Contest, config: GemmConfig | None, shape: Shape, most: float
 
 
 def configs_of(kind: str, shape: Shape, layout: str = "nt") -> list[GemmConfig]:
-    """Those that may be the fastest: neither most of their rows empty nor tiles of few rows by the hundred."""
+    """Configs that may be the fastest: not mostly empty rows, and not hundreds of tiles of few rows."""
     problem = problem_of(kind, shape, layout=layout)
 
     def plausible(config: GemmConfig) -> bool:

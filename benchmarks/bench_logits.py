@@ -33,7 +33,7 @@ PAGES = tuple(
     for n in (1, 2, 4, 6)
 ) + tuple((256, 8192, n, False) for n in (1, 2, 3, 4, 6))
 TOLERANCE = 1e-3
-"""Of the largest logit of a row."""
+"""Tolerance relative to the largest logit of a row."""
 
 FP8 = torch.float8_e4m3fn
 

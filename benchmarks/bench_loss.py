@@ -23,15 +23,15 @@ from deep_tile import train
 
 RECIPES = {"bf16": None, "fp8": train.Recipe(), "fp8, kept in fp8": train.Recipe(activations="fp8")}
 CONTEXT, EVERY = 256, 10
-"""Bytes of a sequence; steps of which the mean loss is stored."""
+"""Bytes of a sequence, and the number of steps over which a stored loss is averaged."""
 
 
 WARM_STEPS = 3
-"""In front of the capture; they count as steps."""
+"""Steps before the capture; they count as steps."""
 
 
 class Size(NamedTuple):
-    """Of a model, and how it is trained: `batch` sequences a step, the highest rate, reached after `warm_up` steps."""
+    """A model and its training: `batch` sequences a step, and the peak learning rate, reached after `warm_up` steps."""
 
     width: int
     layers: int

@@ -38,7 +38,7 @@ Step = Callable[[], torch.Tensor]
 
 
 class Contestant:
-    """A model, with what it needs to decode the token after `CONTEXT` others, again and again."""
+    """A model, ready to decode the token after `CONTEXT` others again and again."""
 
     def __init__(self, model: Qwen3Model, prefill: int):
         self._model, device = model, model.device
@@ -59,7 +59,7 @@ class Contestant:
         return out.last_hidden_state
 
     def rewind(self) -> None:
-        """Forget what was decoded, so that the cache stays as long as it was."""
+        """Drop the decoded token, so that the cache keeps its length."""
         for layer in self._cache.layers:
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length.fill_(CONTEXT)

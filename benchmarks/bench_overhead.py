@@ -1,4 +1,4 @@
-"""What a call costs beside its GPU time: host time when warm, and the first call with an empty and a filled cache.
+"""The cost of a call beside its GPU time: warm host time, and the first call with an empty and a filled cache.
 
     PYTHONPATH=. python benchmarks/bench_overhead.py --out benchmarks/results/overhead.json
     PYTHONPATH=. python benchmarks/bench_overhead.py --first-calls
@@ -103,7 +103,7 @@ def linear_calls() -> dict[str, Call]:
 
 
 def host_parts() -> dict[str, Call]:
-    """What a warm `fp8_gemm` does, each part also containing those after it: from the call down to the driver."""
+    """The parts of a warm `fp8_gemm`, from the call down to the driver; each contains those after it."""
     inputs = Inputs(HOST_SHAPE)
     given = (inputs.a, inputs.a_scale, inputs.b, inputs.b_scale, inputs.new_out())
     deep_tile.fp8_gemm(*given)

@@ -28,7 +28,7 @@ TOKENS = (1, 32, 128, 512, 2048, 8192)
 EXPERTS = (128, 256)
 TOP_K = 8
 ALIGNMENT = 128
-"""Of the rows of experts in the other of two contestants."""
+"""The alignment of experts' rows for one of the two contestants."""
 
 
 def choices(tokens: int, number_of_experts: int, hot: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -38,7 +38,7 @@ def choices(tokens: int, number_of_experts: int, hot: bool, dtype: torch.dtype) 
 
 
 def measure(tokens: int, number_of_experts: int, repeats: int, flush: L2Flush) -> dict[str, Any]:
-    """Of int64, as topk makes them, and of the variants one by one."""
+    """Measure int64 choices, as topk makes them, and each variant."""
     chosen = choices(tokens, number_of_experts, False, torch.int64)
     variants = {
         "kernel": (chosen, 1),

@@ -25,7 +25,7 @@ from benchmarks.timing import L2Flush, capture, describe_run, time_alternating
 
 ROWS = (1, 64, 512, 2048, 8192, 16384)
 LENGTHS = (16384, 28672)
-"""Of the hidden state of four streams."""
+"""Sizes of the hidden state of four streams."""
 
 COLUMNS = 24
 ROUTER = (256, 7168)
@@ -33,7 +33,7 @@ MAX_ERROR = {"prenorm": 1e-6, "three terms": 1e-6, "fp32": 1e-6, "two terms": 4e
 
 
 def calls(what: str, m: int, k: int) -> tuple[dict[str, Callable[[], Any]], Callable[[], dict[str, torch.Tensor]]]:
-    """Contestants by name, and what each should give."""
+    """Contestants by name, and their expected results."""
     a = torch.randn(m, k, device="cuda").bfloat16()
     if what == "prenorm":
         b, target = torch.randn(COLUMNS, k, device="cuda"), torch.empty_like(a)

@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict | None] = {
     "mlp fp8 recast": {"activations": "fp8", "recast": True},
     "torchao": None,
 }
-"""By name, keywords of their `Recipe`."""
+"""Keywords of the `Recipe` of each contestant."""
 
 
 class Block(nn.Module):
@@ -115,7 +115,7 @@ def measure(variant: str, compiled: bool, args: argparse.Namespace) -> dict:
 
 
 def time_steps(step: Callable[[], None], count: int) -> tuple[float, float]:
-    """Medians in ms: of a step on the GPU, and of what the host takes to enqueue one."""
+    """Median times in ms: a step on the GPU, and enqueueing one on the host."""
     on_gpu, on_host = [], []
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     torch.cuda.synchronize()

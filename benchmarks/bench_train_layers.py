@@ -1,4 +1,4 @@
-"""A linear layer's forward and backward pass in eager mode, in BF16 and in FP8: what the host takes, and the GPU.
+"""A linear layer's forward and backward pass in eager mode, in BF16 and FP8: host and GPU time.
 
     PYTHONPATH=. python benchmarks/bench_train_layers.py --out layers.json [--sizes 8192x2048x2048 ...]
 
@@ -29,7 +29,7 @@ REPEATS, CALLS = 5, 40
 
 
 def host_us(call: Callable[[], None], finish: Callable[[], None]) -> float:
-    """The least of what the host takes to enqueue it."""
+    """The shortest time in which the host enqueues it."""
     return min(_timed(call, finish, 10) for _ in range(REPEATS))
 
 

@@ -97,7 +97,7 @@ def percentile(ordered: list[float], share: float) -> float:
 
 
 def losses(rows: Iterable[dict[str, Any]]) -> list[float]:
-    """The choice's time over that of the fastest config, where all were timed."""
+    """The time of the choice over that of the fastest config, where all were timed."""
     found = []
     for row in rows:
         times = {name: result["us"] for name, result in row["results"].items() if name.startswith("fp8_gemm_")}

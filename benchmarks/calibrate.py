@@ -54,11 +54,12 @@ WORTH = 1.005
 with 1.01 lost up to 0.1 % more, and those made with 1.003 as much (H200, 2026-11-21)."""
 
 WORTH_ALONE = 1.015
-"""The same of back-to-back runs, beyond which a choice made in turns is wrong for a GPU of one's own."""
+"""The same for back-to-back runs: beyond it, a choice made from interleaved runs is wrong for a GPU that runs nothing
+else."""
 
 
 class Sample(NamedTuple):
-    """What one config took at one problem, on which GPU, and what the fastest took."""
+    """The time of one config for a problem on a GPU, and the time of the fastest."""
 
     config: GemmConfig
     problem: GemmProblem
@@ -70,7 +71,7 @@ class Sample(NamedTuple):
 def samples_of(
     config: GemmConfig, searched: Searched, hardware: Hardware = H200, kind: str = "fp8", layout: str = "nt"
 ) -> list[Sample]:
-    """A config's among those of a search."""
+    """The samples of one config in a search."""
     return [
         Sample(config, problem_of(kind, shape, layout=layout), times[config.name], min(times.values()), hardware)
         for shape, times in searched.items()
@@ -125,7 +126,7 @@ def write(model: dict, kind: str = "fp8") -> None:
 
 
 def scores(times: dict[str, float], in_chains: dict[str, float] | None, tied: set[str]) -> dict[str, float]:
-    """By config, the logarithm of its time, or of the geometric mean of its times alone and in chains.
+    """The logarithm of each config's time, or of the geometric mean of its times alone and in chains.
 
     In chains those count that are `tied` for the fastest alone: a search that averages others knows that better than
     the one by which search_chain.py chose.
@@ -136,8 +137,8 @@ def scores(times: dict[str, float], in_chains: dict[str, float] | None, tied: se
 
 
 def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:
-    """By bucket, "MxNxK" with its largest m: the best config, where the model's choice is WORTH slower or none of those
-    that were timed in chains."""
+    """By bucket ("MxNxK" with its largest m): the best config, where the model's choice is WORTH slower or was not
+    timed in chains."""
     tied = contenders(searched)
     buckets: dict[GemmProblem, list[dict[str, float]]] = {}
     for shape, times in searched.items():
@@ -156,7 +157,7 @@ def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:
 
 
 def alone_choices(path: Path) -> dict[str, str]:
-    """By bucket, the config that takes the least time back to back, where the choice takes WORTH_ALONE of that."""
+    """By bucket: the fastest config back to back, where the choice takes WORTH_ALONE of its time."""
     choices = {}
     for entry in store.load(path)["shapes"]:
         times = {name: result["sustained_us"] for name, result in entry["results"].items() if "sustained_us" in result}
@@ -169,14 +170,14 @@ def alone_choices(path: Path) -> dict[str, str]:
 
 
 def report(searched: Searched) -> str:
-    """How well the calibration on disk predicts the search, and what following its choices costs."""
+    """Report how well the stored calibration predicts the search, and what its choices lose."""
     figures = summary(compare(searched))
     errors = f"median error {figures['median error']:.1%}, 90th percentile {figures['90th percentile']:.1%}"
     return f"{errors}; {report_losses(searched)}"
 
 
 def report_losses(searched: Searched) -> str:
-    """What following the choices costs, alone or in chains, whichever was searched."""
+    """Report what the choices lose, alone or in chains, whichever was searched."""
     chosen = {shape: choose_bucket(bucket_of(shape)).name for shape in searched}
     losses = [times[chosen[shape]] / min(times.values()) for shape, times in searched.items()]
     return f"chosen over fastest: {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
@@ -191,7 +192,7 @@ class Search(NamedTuple):
 
 
 def calibrate_kind(kind: str, paths: list[Path]) -> None:
-    """Of searches of bench_kinds.py, all of operands along k or none."""
+    """Calibrate from searches of bench_kinds.py: all have operands along k, or none has."""
     found = [store.load(path) for path in paths]
     searches = [
         Search(
@@ -226,12 +227,12 @@ def calibrate_kind(kind: str, paths: list[Path]) -> None:
 
 
 def timed_configs(us: dict[str, float]) -> dict[str, float]:
-    """Without the contestants that are no configs."""
+    """Times of configs, without the other contestants."""
     return {name: time for name, time in us.items() if name not in ("torch", "deep_tile")}
 
 
 def losses_of_kind(kind: str, searches: list[Search]) -> str:
-    """What following the choices costs."""
+    """What the choices lose."""
     losses = []
     for search in searches:
         for shape, times in search.searched.items():

@@ -25,10 +25,10 @@ STAIRS = (2112, 7168)
 
 EXPERTS = store.FOLDER / "grouped_h200_2026-11-23.json"
 EXPERT_DRAWS, EXPERT_WEIGHTS = "Qwen3-30B 128/128 multinomial", (1536, 2048)
-"""Of the figure of experts: tokens routed at random, and n and k."""
+"""The figure of experts: tokens with random routing, and n and k."""
 
 LOSSES = store.FOLDER / "loss_100M_h100_2026-11-26.json"
-"""Of the figure of training."""
+"""The files of the figure of training."""
 
 STEP = store.FOLDER / "train_h100_2026-11-26.json"
 """Measured training steps, by bench_train.py."""

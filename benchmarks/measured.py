@@ -1,4 +1,4 @@
-"""Writes deep_tile/method/measured.json: what was measured of the kernels that `explain` shows.
+"""Write deep_tile/method/measured.json: measured times of the kernels that `explain` shows.
 
     PYTHONPATH=. python benchmarks/measured.py
 

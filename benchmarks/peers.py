@@ -1,4 +1,4 @@
-"""The contestants: deep_tile, and what else multiplies matrices on Hopper, each as a call without arguments.
+"""The contestants: deep_tile and other GEMMs for Hopper, each as a call without arguments.
 
 Used by the benchmark scripts. Invariant: every contestant's output is [m, n] BF16 and is checked against the product of
 exactly the values it was given. Labels are fair: a contestant without block scales does less work, and says so.
@@ -41,12 +41,12 @@ class Inputs:
 
     @cached_property
     def block_product(self) -> torch.Tensor:
-        """Of the operands with their block scales."""
+        """The product of the operands with their block scales."""
         return fp8_gemm_reference(self.a, self.a_scale, self.b, self.b_scale, torch.float32)
 
     @cached_property
     def unscaled_product(self) -> torch.Tensor:
-        """Of the FP8 values as they are."""
+        """The product of the FP8 values without scales."""
         a_ones, b_ones = (torch.ones_like(scale) for scale in (self.a_scale, self.b_scale))
         return fp8_gemm_reference(self.a, a_ones, self.b, b_ones, torch.float32)
 
@@ -145,5 +145,5 @@ PEERS = {
         Peer("torch_bf16", "torch BF16", _torch_bf16, "bf16_product"),
     )
 }
-"""By name. Block-wise contestants do deep_tile's work; tensor-wise and row-wise ones have no block scales to apply, and
-`fast` ones also keep only about 14 bits of every partial sum."""
+"""Contestants by name. Block-wise ones do deep_tile's work. Tensor-wise and row-wise ones apply no block scales, and
+`fast` ones keep only about 14 bits of each partial sum."""

@@ -77,7 +77,7 @@ class Compared(NamedTuple):
 
 
 def load_search(path: Path = SEARCH, times: str = "us") -> Searched:
-    """What a search measured, from the part of its file that holds the times."""
+    """The times of a search, from its file."""
     return {Shape.parse(text): by_config for text, by_config in store.load(path)[times].items()}
 
 
@@ -93,7 +93,7 @@ def tied_for_fastest(times: dict[str, float]) -> set[str]:
 
 
 def contenders(searched: Searched) -> dict[GemmProblem, set[str]]:
-    """By bucket, names of the configs that tie for the fastest at one of its m at least."""
+    """For each bucket, the configs that tie for the fastest at one of its m or more."""
     tied: dict[GemmProblem, set[str]] = defaultdict(set)
     for shape, times in searched.items():
         tied[bucket_of(shape)] |= tied_for_fastest(times)

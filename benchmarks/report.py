@@ -1,4 +1,4 @@
-"""What is said about results: tables, geometric means, comparisons, the README's table and chart.
+"""Reports of results: tables, geometric means, comparisons, the README's table and chart.
 
 Used by bench_gemm.py for its printout, and as a script to refresh the README, docs/benchmarks.md and the chart; reads
 JSON files, needs no GPU. Of several runs the first is that of docs/benchmarks.md and of the chart:
@@ -46,7 +46,7 @@ ESTIMATE = "estimate"
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 MISSING = "–"
 CHART_COLORS = ("#d9822b", "#3f8fd2", "#3aa675")
-"""Of ours, then the others."""
+"""Our colour, then those of the others."""
 CHART_GREY = "#8a8f98"
 
 WIDTH = 120
@@ -61,7 +61,7 @@ EXPLANATION = (
     f"TB/s + {H200.stream_us} us): what tensor cores keep up on random data at an H200's power limit, what plain "
     "reading gets from its memory, and what a launch adds. It is no limit: a cooler GPU beats it.",
 )
-"""What the tables' words mean."""
+"""An explanation of the tables' words."""
 
 Run = dict[str, Any]
 """A results file: {"meta": {...}, "shapes": [{"m", "n", "k", "results": {contestant: {"us": ..., ...}}, ...}, ...]}."""
@@ -78,7 +78,7 @@ def times(run: Run, contestant: str) -> Times:
 
 
 def contestants(run: Run) -> list[str]:
-    """In order of first appearance."""
+    """Contestants in order of first appearance."""
     return list(dict.fromkeys(name for row in run["shapes"] for name in row["results"]))
 
 
@@ -128,7 +128,7 @@ def print_run(run: Run, console: Console) -> None:
 
 
 def _own_power_table(run: Run) -> Table:
-    """Of what each contestant takes in a power state of its own, cool and alone, and of its energy."""
+    """A table of times and energy of each contestant in its own power state, cool and alone."""
     names = [name for name in contestants(run) if name != COMMON]
     table = Table(title=f"Cool, alone, energy: over {label_of(run, COMMON)}'s microseconds and millijoules")
     for column in ("m x n x k", label_of(run, COMMON), *(label_of(run, name) for name in names)):
@@ -142,7 +142,7 @@ def _own_power_table(run: Run) -> Table:
 
 
 def _own_power(result: dict[str, Any], common: dict[str, Any] | None = None) -> str:
-    """The three figures of one contestant, or what they are of another's."""
+    """The three figures of a contestant, absolute or relative to another's."""
     figures = [(result.get(name), name) for name in ("cool_us", "sustained_us", "millijoules")]
     if common is None:
         return ", ".join(MISSING if value is None else f"{value:.0f}" for value, _ in figures)
@@ -194,7 +194,7 @@ def gains(run: Run) -> dict[str, Times]:
 
 
 def readme_part(runs: list[Run]) -> str:
-    """What stands between the README's markers: speed-ups of each run, and where they are from."""
+    """The text between the README's markers: speed-ups of each run, and their source."""
     rows = [["FP8 GEMM, times as fast as", "GPU", *M_RANGES, "slowest and fastest shape"]]
     sources, bridged = [], ""
     for run in runs:
@@ -239,7 +239,8 @@ def markdown_tables(run: Run) -> str:
 
 
 def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
-    """What a call costs beside its GPU time, from bench_overhead.py's file; `labels` are titles by contestant."""
+    """A table of the cost of a call beside its GPU time, from bench_overhead.py's file; `labels` are titles by
+    contestant."""
     rows = [["host time per warm call", "us"]]
     rows += [[labels.get(name, name), f"{us:.1f}"] for name, us in overhead["host_us"].items()]
     calls, states = overhead["first_calls"], {"cold": "cold cache", "disk": "disk cache", "packaged": "packaged"}
@@ -253,7 +254,7 @@ def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
 
 
 def benchmarks_part(run: Run, overhead: dict[str, Any] | None = None) -> str:
-    """What stands between the markers of docs/benchmarks.md."""
+    """The text between the markers of docs/benchmarks.md."""
     tables = [markdown_tables(run)]
     if overhead is not None:
         tables.append(markdown_overhead(overhead, run["meta"].get("labels", {})))
@@ -314,7 +315,7 @@ def save_svg(figure: Any, axes: Any, path: Path) -> None:
 
 
 def _speedups(run: Run) -> dict[str, Times]:
-    """Over BF16: ours, and that of each library that applies block scales."""
+    """Speed-ups over BF16: ours, and those of the libraries that apply block scales."""
     ours, baseline = times(run, OURS), times(run, BASELINE)
     found = {OURS: ratios(baseline, ours)}
     for title, values in gains(run).items():
@@ -324,7 +325,7 @@ def _speedups(run: Run) -> dict[str, Times]:
 
 
 def _without_styles(svg: str) -> str:
-    """With attributes in the place of style sheets, which not every viewer reads."""
+    """An SVG with attributes instead of style sheets, which not every viewer reads."""
     svg = re.sub(r"\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     declarations = re.compile(r"\s*([\w-]+):\s*([^;]+);?")
     return re.sub(r' style="([^"]*)"', lambda style: declarations.sub(r' \1="\2"', style[1]), svg)

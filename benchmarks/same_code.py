@@ -72,7 +72,7 @@ else:
     made = {name: [kernels[name], jit.identity(source).hex()] for name, source in sources.items()}
     Path(folder, "kernels").write_text(json.dumps(made))
 """
-"""Writes what kernels are made of and their texts, or their cubins, into a folder; to be run in a tree."""
+"""A program to run in a tree: it writes the kernels' keys and texts, or their cubins, into a folder."""
 
 
 class Kernel(NamedTuple):
@@ -88,11 +88,11 @@ class Kernel(NamedTuple):
 
 
 Kernels = dict[str, Kernel]
-"""By name."""
+"""Kernels by name."""
 
 
 def compare(base: Path, present: Path) -> int:
-    """Print what differs between two trees, and return the exit code."""
+    """Print the differences between two trees. Returns the exit status."""
     trees = base, present
     with ThreadPoolExecutor(2) as pool:
         own = list(pool.map(listed, trees))
@@ -117,12 +117,12 @@ def compare(base: Path, present: Path) -> int:
 
 
 def listed(tree: Path, comments: bool = False) -> Kernels:
-    """Those that the tests of a tree know; in a third of the time where comments count."""
+    """The kernels that a tree's tests know. Where comments count, this takes a third of the time."""
     return _texts(tree, "own with comments" if comments else "own", {})
 
 
 def _lacking(tree: Path, made_of: Mapping[str, str]) -> Kernels:
-    """Those of another tree's that this one can make."""
+    """Kernels of another tree that this one can make, but does not list."""
     return _texts(tree, "lacking", made_of) if made_of else {}
 
 
@@ -173,7 +173,7 @@ def _tree(base: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def files_of(revision: str) -> Iterator[Path]:
-    """A temporary folder with what of a revision makes kernels.
+    """A temporary folder with the files of a revision that make kernels.
 
     Raises:
         SystemExit: git knows no such revision.

@@ -28,14 +28,14 @@ from deep_tile.select.choose import suits
 from deep_tile.select.defaults import default_configs
 
 FEW_OUTPUTS = 2048 * 1536
-"""So few that tiles of 128 rows may leave SMs idle."""
+"""So few outputs that tiles of 128 rows may leave SMs idle."""
 
 SearchedUs = dict[str, dict[str, float]]
 """Microseconds by "MxNxK" and config."""
 
 
 def plausible(config: GemmConfig, shape: Shape) -> bool:
-    """Whether a config can be near the best: neither most of its rows empty nor dozens of times more tiles than SMs."""
+    """Whether a config can be near the best: rows not mostly empty, and not dozens of times more tiles than SMs."""
     if not suits(config, GemmProblem(*shape)):
         return False
     if config.block_m > 64:

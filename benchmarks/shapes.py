@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """From "MxNxK"."""
+        """Parse "MxNxK"."""
         sizes = text.split("x")
         if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
             raise ValueError(f"shape is {text!r}; write three positive sizes as MxNxK, such as 4096x7168x2048")
@@ -107,7 +107,8 @@ def m_range(shape: Shape) -> str:
 
 
 def select_shapes(text: str) -> list[Shape]:
-    """From a command line: "all", "nine", "searched", "unseen", a name of `M_RANGES`, or MxNxK[,MxNxK...]."""
+    """Select shapes from a command line: "all", "nine", "searched", "unseen", a name of `M_RANGES`, or
+    MxNxK[,MxNxK...]."""
     if text in M_RANGES:
         return [shape for shape in DENSE if m_range(shape) == text]
     named = {"all": DENSE, "nine": NINE, "searched": DENSE + SHORT_K + NARROW_N + BETWEEN, "unseen": UNSEEN}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "results"
-"""What is kept: everything that code, tests or the documents read."""
+"""The folder of stored results: all that code, tests or documents read."""
 
 DIGITS = 6
 """Significant ones of a number that is kept. Clocks here resolve four."""
@@ -28,7 +28,7 @@ def save(path: str | Path, data: dict[str, Any]) -> None:
 
 
 def _entries(value: Any) -> str:
-    """A value of the outermost dict; what is inside its entries shares their line."""
+    """A value of the outermost dict; its entries take a line each."""
     if isinstance(value, dict):
         brackets, entries = "{}", [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()]
     elif isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What is written beside the numbers of a benchmark; the timing is deep_tile/tools/timing.py's, all of it named here.
+"""The description of a run that a benchmark stores. deep_tile/tools/timing.py measures; its names are here, too.
 
 Used by the benchmark scripts.
 """
@@ -57,7 +57,8 @@ _SMI_FIELDS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,powe
 
 
 def describe_run() -> dict[str, Any]:
-    """What a reader needs to judge the numbers. Called after the work, so that the clocks are those of a busy GPU."""
+    """All that a reader needs to judge the numbers. Called after the work, so that the clocks are those of a busy
+    GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     gpu = f"GPU-{str(properties.uuid).removeprefix('GPU-')}"
     smi = _output_of("nvidia-smi", f"--id={gpu}", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader")
@@ -79,7 +80,7 @@ def describe_run() -> dict[str, Any]:
 
 
 def _output_of(*command: str) -> str:
-    """What a command prints, or nothing when it is missing or fails."""
+    """The output of a command; nothing if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):

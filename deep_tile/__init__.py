@@ -12,70 +12,35 @@ from deep_tile import discovery
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "Blocks": "blocks",
-    "CastBoth": "both",
-    "CastWeight": "both",
-    "CompileError": "jit",
-    "Explanation": "method.report",
-    "GemmConfig": "config",
-    "GroupsExplanation": "method.groups",
-    "Plan": "api",
-    "Precompiled": "api",
-    "Routing": "experts",
-    "cast_both": "both",
-    "cast_weight": "both",
-    "combine": "experts",
-    "compilations": "jit",
-    "dequantize": "quantize",
-    "einsum": "sums",
-    "explain": "method.report",
-    "explain_groups": "method.groups",
-    "forbid_compilation": "jit",
-    "fp8_gemm": "dense",
-    "fp8_gemm_cast": "gemm_cast",
-    "fp8_grouped_gemm": "grouped",
-    "fp8_grouped_wgrad": "wgrad",
-    "fp8_linear": "linear",
-    "fp8_wgrad": "dense",
-    "gemm": "dense",
-    "grouped_gemm": "grouped",
-    "int8_gemm": "dense",
-    "interleave_gate_up": "finishes",
-    "is_available": "checks",
-    "mqa_logits": "logits",
-    "pack_weight": "packed",
-    "packed_gemm": "dense",
-    "packed_grouped_gemm": "grouped",
-    "pad_shard": "blocks",
-    "paged_mqa_logits": "logits",
-    "per_block_cast_to_fp8": "quantize",
-    "per_token_cast_to_fp8": "quantize",
-    "precompile": "api",
-    "precompile_logits": "logits",
-    "precompile_model": "nn",
-    "precompile_thin": "thin",
-    "prenorm_gemm": "thin",
-    "prepare": "api",
-    "quantize_weight": "linear",
-    "scaled_gemm": "dense",
-    "scaled_grouped_gemm": "grouped",
-    "silu_mul_cast_to_fp8": "experts",
-    "sort_by_expert": "experts",
-    "split_weight": "thin",
-    "supports": "api",
-    "swiglu_gradient_cast_both": "gated",
-    "thin_gemm": "thin",
-    "to_blocks": "blocks",
-    "transpose_fp8": "both",
-    "transposed_cast_to_fp8": "transposed",
-    "unpack_weight": "packed",
+_OTHERS = {
+    "api": "Plan Precompiled precompile prepare supports",
+    "blocks": "Blocks pad_shard to_blocks",
+    "both": "CastBoth CastWeight",
+    "checks": "is_available",
+    "config": "GemmConfig",
+    "experts": "Routing",
+    "finishes": "interleave_gate_up",
+    "jit": "CompileError compilations forbid_compilation",
+    "linear": "quantize_weight",
+    "logits": "precompile_logits",
+    "method.groups": "GroupsExplanation explain_groups",
+    "method.report": "Explanation explain",
+    "nn": "precompile_model",
+    "packed": "pack_weight unpack_weight",
+    "quantize": "dequantize",
+    "sums": "einsum",
+    "thin": "precompile_thin split_weight",
 }
+"""Public names that are no operation, by module."""
+
+_OPERATIONS = {name: module for name, module in discovery.OPS.items() if name not in discovery.PRIVATE}
+_MODULES = {name: module for module, names in _OTHERS.items() for name in names.split()} | _OPERATIONS
+"""The module of each public name."""
 
 _SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "train", "watch")
 """Whose names are public by theirs."""
 
-__all__ = [*_MODULES, *_SUBMODULES]
+__all__ = [*sorted(_MODULES), *_SUBMODULES]
 
 
 def _extension() -> ModuleType:

@@ -7,30 +7,38 @@ from typing import NamedTuple
 import torch
 from torch import is_grad_enabled
 
-from deep_tile import _launcher, cast, checks, finishes, grouped, jit, launches, options, plan, tensors, wgrad
-from deep_tile.checks import MAX_SIZE, current_gpu
-from deep_tile.config import SCALE_BLOCK, GemmConfig, as_int, ceil_div, round_up
-from deep_tile.dense import FP8_GEMM, GEMM, INT8_GEMM, SCALED_GEMM, Options
-from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
-from deep_tile.grouped import FP8_GROUPED_GEMM, GROUPED_GEMM, SCALED_GROUPED_GEMM
-from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUT_NAMES, LAYOUTS, QUANTIZED, RAW, RESULTS, Kind, Majors
-from deep_tile.operation import error_of
+from deep_tile import (  # noqa: F401, which describe products
+    _launcher,
+    cast,
+    checks,
+    finishes,
+    gemm_cast,
+    grouped,
+    jit,
+    launches,
+    linear,
+    options,
+    plan,
+    tensors,
+    wgrad,
+)
+from deep_tile.checks import MAX_SIZE, Sizes, current_gpu
+from deep_tile.config import GemmConfig, as_int, round_up
+from deep_tile.dense import FP8_GEMM, Options, Product
+from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names
+from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUTS, PACKED, QUANTIZED, RAW, RESULTS, USUAL, Kind, name_of
+from deep_tile.operation import OPERATIONS, error_of
 from deep_tile.ops import is_traced
-from deep_tile.problem import GemmProblem
-from deep_tile.select.choose import LEAST_UNPACKED
-from deep_tile.select.groups import grouped_configs
+from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.hardware import H200
-from deep_tile.wgrad import FP8_GROUPED_WGRAD
 
 _TMA_BYTES = tensors.ALIGNMENT_BYTES
 
 _PRECOMPILED = {**RESULT_NAMES, torch.float8_e4m3fn: QUANTIZED}
 """Results that `precompile` knows."""
 
-_KINDS_OF_DTYPES = {
-    torch_dtype(EVERY_KIND[name].a): EVERY_KIND[name] for name in ("fp8", "bf16", "fp16", "int8", "fp8_rows_e5m2_e5m2")
-}
-"""Kinds by operand dtype, for `supports`."""
+_DTYPES = {EVERY_KIND[name]: getattr(torch, dtype) for dtype, name in USUAL.items() if name in EVERY_KIND}
+"""Operand dtypes by their usual kind."""
 
 
 class Precompiled(NamedTuple):
@@ -173,35 +181,41 @@ def supports(
     n: int,
     k: int,
     *,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    dtype: torch.dtype | str = torch.float8_e4m3fn,
     out_dtype: torch.dtype | None = None,
     a_stride: int | None = None,
     b_stride: int | None = None,
     layout: str = "nt",
     grouping: str = "none",
     groups: int = 1,
+    call: str | None = None,
 ) -> tuple[bool, str]:
-    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, `int8_gemm` for INT8 and `scaled_gemm` for e5m2, takes such a
-    problem, and if not, why; for dispatchers, without tensors or a GPU. Asks the checks of the call itself.
+    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, `int8_gemm` for INT8, `scaled_gemm` for e5m2 and `packed_gemm`
+    for 4-bit weights, or the function named by `call`, takes such a problem, and if not, why; for dispatchers, without
+    tensors or a GPU. Runs the call's own checks.
 
     Args:
-        m, n, k: sizes in elements; scales are taken to be dense.
-        dtype: the operands': float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8.
-        out_dtype: the result's: bfloat16, float16 or float32, or int32 for INT8 in `gemm`; the call's default when
-            None.
+        m, n, k: sizes in elements; scales are taken to be dense. For `fp8_wgrad`: weights [n, k], m tokens.
+        dtype: the operands': float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8; for `fp8_linear` that of `x`:
+            float8_e4m3fn if it is quantised, or bfloat16, float16 or float32. Or a kind's name, as for `precompile`:
+            "mxfp4", "nvfp4" or "int4" for a packed weight and float8_e4m3fn activations.
+        out_dtype: the result's: bfloat16, float16 or float32, or int32 for INT8 in `gemm`, float8_e4m3fn for
+            `fp8_gemm_cast`; the call's default when None.
         a_stride, b_stride: row strides in elements (k strides for M- and N-major operands); None: contiguous.
         layout: "nt": both operands K-major. For BF16 and FP16 also "nn": b N-major (the transpose of a contiguous [k,
             n]); "tt": a M-major; "tn": a M-major and b N-major.
-        grouping: "offs" or "counts" for `fp8_grouped_gemm`, `grouped_gemm` and `scaled_grouped_gemm`: m counts all
-            rows, or those of each group; "k_offs" for `fp8_grouped_wgrad`: weights [n, k], m tokens.
+        grouping: "offs" or "counts" for `fp8_grouped_gemm`, `grouped_gemm`, `scaled_grouped_gemm` and
+            `packed_grouped_gemm`: m counts all rows, or those of each group; "k_offs" for `fp8_grouped_wgrad`: weights
+            [n, k], m tokens.
         groups: number of groups.
+        call: a GEMM's name, such as "fp8_gemm_cast", "fp8_linear" or "scaled_gemm".
     """
-    asked = m, n, k, dtype, out_dtype, (a_stride, b_stride), layout, grouping, groups
+    asked = m, n, k, dtype, out_dtype, (a_stride, b_stride), layout, grouping, groups, call
     error = error_of(_check_supported, *asked)
     return error is None, "supported" if error is None else str(error)
 
 
-def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, groups) -> None:
+def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call) -> None:
     """Raise what is wrong about such a problem."""
     for name, size in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if as_int(size) is None:
@@ -211,62 +225,49 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
     for name, stride in zip("ab", strides, strict=True):
         if stride is not None and (as_int(stride) is None or not 0 <= stride <= MAX_SIZE):
             raise ValueError(f"{name}_stride is {stride!r}; strides are ints, in elements, up to {MAX_SIZE}")
-    if dtype not in _KINDS_OF_DTYPES:
-        raise ValueError(f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}")
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; groupings are {', '.join(GROUPINGS)}")
-    kind, is_gradient = _kind_of(dtype, out_dtype), grouping == "k_offs"
+    if isinstance(dtype, str):
+        dtype = _DTYPES.get(_kind_of(dtype, out_dtype), dtype)
+    operation, kind = _asked(call, dtype, out_dtype, grouping)
     checks.refuse(layout_problem(layout, kind))
-    if is_gradient and kind.name != "fp8":
-        raise ValueError(f"operands are {dtype}; fp8_grouped_wgrad takes torch.float8_e4m3fn")
-    if out_dtype not in (None, *finishes.of_kind(kind)):
-        raise ValueError(f"out is {out_dtype}; supported is {' or '.join(map(str, OUTPUT_NAMES))}")
-    rows, columns, inner = (n, k, m) if is_gradient else (m, n, k)
-    of_a, of_b = {"counts": ((groups,), (groups,)), "offs": ((), (groups,))}.get(grouping, ((), ()))
-    (along_a, along_b), (a_stride, b_stride) = LAYOUTS[layout], strides
-    a = _without_memory("a", kind, (*of_a, rows, inner), a_stride, along_a, 1)
-    b = _without_memory("b", kind, (*of_b, columns, inner), b_stride, along_b, 1 if is_gradient else SCALE_BLOCK)
-    bounds = torch.empty(groups, dtype=torch.int32, device="meta")
-    if is_gradient:
-        out = torch.empty(groups, n, k, dtype=out_dtype or torch.float32, device="meta")
-        operation, given, asked = FP8_GROUPED_WGRAD, (*a, *b, bounds, out), wgrad.Options()
-    elif grouping != "none":
-        operation = next(each for each in _OF_GROUPS if kind in each.kinds.values())
-        given, asked = (*a, *b, bounds, None), grouped.Options(grouping, out_dtype=out_dtype)
-    else:
-        operation = next(each for each in _OF_MATRICES if kind in each.kinds.values())
-        given, asked = (*a, *b, None, None), Options(out_dtype=out_dtype)
-    operation.check(given, asked)
-    operation.check_memory(given, asked)
+    results = operation.results(kind)
+    if out_dtype not in (None, *results):
+        raise ValueError(f"out is {out_dtype}; supported is {' or '.join(map(str, results))}")
+    operation.check_sizes(Sizes(m, n, k, kind, dtype, out_dtype, strides, layout, grouping, groups))
 
 
-_OF_MATRICES = FP8_GEMM, GEMM, INT8_GEMM, SCALED_GEMM
-_OF_GROUPS = FP8_GROUPED_GEMM, GROUPED_GEMM, SCALED_GROUPED_GEMM
-"""What `supports` asks, the first that knows a kind."""
+def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | None, grouping: str) -> tuple:
+    """The operation that `supports` asks, and the kind of such operands: the one named, or the first for their kind."""
+    usual = _kind_of(dtype, out_dtype)
+    products = {name: each for name, each in OPERATIONS.items() if grouping in each.groupings}
+    if call is not None:
+        if call not in products:
+            raise ValueError(f"call is {call!r}; with grouping {grouping!r} pass one of {', '.join(products)}")
+        products = {call: products[call]}
+    elif usual is None:
+        raise ValueError(f"operands are {dtype}; supported is {' or '.join(map(str, (*_DTYPES.values(), *PACKED)))}")
+    found = [(each, each.kind_for(dtype, usual)) for each in products.values()]
+    found = [(each, kind) for each, kind in found if kind is not None]
+    if not found:
+        dtypes = " or ".join(map(str, dict.fromkeys(a for each in products.values() for a in each.dtypes)))
+        raise ValueError(f"operands are {dtype}; {call or f'grouping {grouping!r}'} takes {dtypes}")
+    return next((pair for pair in found if pair[1] is usual), found[0])
 
 
-def _without_memory(
-    name: str, kind: Kind, shape: tuple[int, ...], stride: int | None, major: str, scale_rows: int
-) -> tuple[torch.Tensor, ...]:
-    """An operand [..., rows, k] on meta, and its scale, if it has one; a block's is of so many rows."""
-    *lead, rows, k = shape
-    outer, inner = (rows, k) if major == "k" else (k, rows)
-    if inner * kind.a.bytes > MAX_SIZE:
-        most = f"of {torch_dtype(kind.a)} at most {MAX_SIZE // kind.a.bytes} lie in a row"
-        raise ValueError(f"{name} is {rows} by {k}; {most}")
-    stride = inner if stride is None else stride
-    steps = (outer * stride,) * len(lead)
-    x = torch.empty_strided((*lead, outer, inner), (*steps, stride, 1), dtype=torch_dtype(kind.a), device="meta")
-    x = x if major == "k" else x.mT
-    if kind.scaling == "none":
-        return (x,)
-    scales = (rows, 1) if kind.row_scales else (ceil_div(rows, scale_rows), ceil_div(k, SCALE_BLOCK))
-    return x, torch.empty(*lead, *scales, device="meta")
+def product_for(kind: Kind, grouping: str = "none", out_dtype: torch.dtype | None = None) -> Product | None:
+    """The product that multiplies operands of this kind: the first that was described."""
+    products = (each for each in OPERATIONS.values() if isinstance(each, Product) and grouping in each.groupings)
+    found = (each for each in products if kind in each.kinds.values())
+    return next((each for each in found if out_dtype in (None, *each.results(kind))), None)
 
 
-def _kind_of(dtype: torch.dtype, out_dtype: torch.dtype | None) -> Kind:
-    """The kind for operands in a dtype of `_KINDS_OF_DTYPES`."""
-    return EVERY_KIND["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
+def _kind_of(dtype: torch.dtype | str, out_dtype: torch.dtype | None) -> Kind | None:
+    """The kind with this name, or the usual one for operands of a dtype."""
+    if dtype is torch.int8 and out_dtype is torch.int32:
+        return EVERY_KIND["int8_unscaled"]
+    name = name_of(dtype)
+    return EVERY_KIND.get(name) if isinstance(name, str) else None
 
 
 def layout_problem(layout: object, kind: Kind) -> str | None:
@@ -326,14 +327,12 @@ def precompile(
             grouping, kind or layout.
         jit.CompileError: a kernel does not compile.
     """
-    if isinstance(kind, torch.dtype):
-        if kind not in _KINDS_OF_DTYPES:
-            raise ValueError(f"kind is {kind}; operands are {names(_KINDS_OF_DTYPES)}: pass one of these, or a name")
-        kind = _kind_of(kind, out_dtype).name
-    if not isinstance(kind, str) or kind not in EVERY_KIND:
-        raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or one of {', '.join(EVERY_KIND)}")
-    product = EVERY_KIND[kind]
-    weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
+    product = _kind_of(kind, out_dtype)
+    if product is None:
+        known = f"one of {', '.join(EVERY_KIND)}; dtypes are {names(_DTYPES.values())}"
+        raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or {known}")
+    kind, dtype = product.name, product.name if product.packing else finishes.torch_dtype(product.a)
+    weights = [_checked_weight(shape, dtype) for shape in _as_list(shapes)]
     if out_dtype not in (None, *_PRECOMPILED):
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")
     layouts = _checked_layouts(layouts, product)
@@ -373,40 +372,23 @@ def precompile(
         )
     else:
         num_sms = H200.num_sms
-    configs = set()
+    operation, configs = product_for(product, grouping, out_dtype), set()
+    groups = None if grouping == "none" else Groups(grouping, 1, 1)
     for n, k, max_m in weights:
         finishes.check_pairs(n, activation)
         columns = k if grouping == "k_offs" else finishes.out_columns(n, activation)
         tma_store = columns * RESULTS[output].bytes % _TMA_BYTES == 0
-        if output == QUANTIZED:
-            of_bias, of_activation = finish
-            of_all = GemmProblem(
-                *(max_m, n, k, num_sms, tma_store, not batch_invariant),
-                output=QUANTIZED,
-                bias=of_bias,
-                activation=of_activation,
-            )
-            configs.update(plan.cast_configs_for(of_all, max_m))
-        elif grouping == "none":
-            what = (kind, output, accumulate, *finish)
-            for most, layout in _as_read(layouts, n, max_m):
-                configs.update(plan.configs_for(n, k, most, num_sms, tma_store, not batch_invariant, *what, layout))
-            if product.packing:
-                of_all = GemmProblem(1, n, k, num_sms, tma_store, not batch_invariant, kind, output, None, accumulate)
-                of_all = of_all._replace(bias=finish[0], activation=finish[1])
-                configs.update(plan.unpacked_configs_for(of_all, max_m))
-        else:
-            for layout in layouts:
-                configs.update(grouped_configs(grouping, tma_store, accumulate, kind, output, layout))
-            if product.packing and product.scaling == "blocks" and max_m >= LEAST_UNPACKED:
-                configs.update(grouped_configs(grouping, tma_store, accumulate, "fp8", output))
+        of_all = GemmProblem(
+            1, n, k, num_sms, tma_store, not batch_invariant, kind, output, groups, accumulate, *finish
+        )
+        configs |= operation.configs(of_all, max_m, layouts)
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compilations()
-    plan.load_kernels(ordered, device, workers or os.cpu_count() or 1, progress)
-    if output == QUANTIZED:
-        cast.load_kernels(device, workers or os.cpu_count() or 1, progress=progress)
-    if product.packing:
-        cast.load_kernels(device, workers or os.cpu_count() or 1, [cast.UNPACK[kind]])
+    workers = workers or os.cpu_count() or 1
+    plan.load_kernels(ordered, device, workers, progress)
+    casts = operation.casts(product)
+    if casts:
+        cast.load_kernels(device, workers, casts, progress)
     return Precompiled(ordered, jit.compilations() - before)
 
 
@@ -439,15 +421,6 @@ def _checked_layouts(layouts: object, product: Kind) -> tuple[str, ...]:
     return names
 
 
-def _as_read(layouts: Iterable[str], n: int, max_m: int) -> set[tuple[int, str]]:
-    """(max m, layout) pairs that calls use: a one-row operand may be read as K-major in any layout."""
-    read = set()
-    for a, b in map(LAYOUTS.get, layouts):
-        for of_b in {b, "k"} if n == 1 else {b}:
-            read |= {(max_m, LAYOUT_NAMES[Majors(a, of_b)]), (1, LAYOUT_NAMES[Majors("k", of_b)])}
-    return read
-
-
 def _as_list(shapes: Iterable) -> list:
     try:
         return list(shapes)
@@ -455,7 +428,7 @@ def _as_list(shapes: Iterable) -> list:
         raise TypeError(f"shapes is {shapes!r}; pass a list of (n, k, max_m), one for each weight") from None
 
 
-def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
+def _checked_weight(shape: object, dtype: torch.dtype | str) -> tuple[int, int, int]:
     """One (n, k, max_m) of `precompile`, checked."""
     sizes = tuple(map(as_int, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 3 or None in sizes:
@@ -465,7 +438,8 @@ def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
         )
     n, k, max_m = sizes
     padded = round_up(k, _TMA_BYTES)
-    supported, reason = supports(max_m, n, k, dtype=dtype, a_stride=padded, b_stride=padded)
+    b_stride = None if dtype in PACKED else padded
+    supported, reason = supports(max_m, n, k, dtype=dtype, a_stride=padded, b_stride=b_stride)
     if not supported or not min(sizes):
         reason = "sizes must be positive" if supported else reason
         raise ValueError(f"shape (n={n}, k={k}, max_m={max_m}): {reason}")

@@ -302,13 +302,10 @@ def _check_targets(
     if not apart or (shape[-1] > 1 and out.stride(-1) != 1):
         raise ValueError(f"rows of out must be dense and apart; its strides are {out.stride()}. Pass a row-major out")
     same = out.data_ptr() == weight.data_ptr() and out.stride() == weight.stride() and not source.format.packed
-    if not same and out.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and _overlap(out, weight):
+    (begin, end), (other_begin, other_end) = map(_extent, (out, weight))
+    overlaps = out.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and begin < other_end
+    if not same and overlaps and other_begin < end:
         raise ValueError("out shares memory with weight, and is not it: pass out=weight, of an FP8 weight, or another")
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    (begin, end), (other_begin, other_end) = map(_extent, (one, other))
-    return begin < other_end and other_begin < end
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:

@@ -88,8 +88,7 @@ def cast_both(
         `CastBoth(a, a_scale, at, at_scale)`. Scales are "m_aligned"; rows in `a` and `at` start at multiples of 16
         bytes.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `transposed_cast_to_fp8`.
+    Raises as `transposed_cast_to_fp8`.
     """
     call = CAST_BOTH.trace if is_traced() else CAST_BOTH.run
     given = x, None, None, None, None, rows, offs
@@ -116,8 +115,7 @@ def cast_weight(
     Returns:
         `CastWeight(b, b_scale, bt)`. Rows in `b` and `bt` start at multiples of 16 bytes.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `per_block_cast_to_fp8`.
+    Raises as `per_block_cast_to_fp8`.
     """
     call = CAST_WEIGHT.trace if is_traced() else CAST_WEIGHT.run
     return CastWeight(*call((w, None, None, None), (amax_floor, round_scale, exact)))
@@ -135,8 +133,7 @@ def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., k, n] in x's dtype, rows at multiples of 16 bytes.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `per_block_cast_to_fp8`.
+    Raises as `per_block_cast_to_fp8`.
     """
     call = TRANSPOSE_FP8.trace if is_traced() else TRANSPOSE_FP8.run
     return call((x, None), ())

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import finishes, jit, launches, ops, plan, settings, tensors
+from deep_tile import finishes, jit, launches, ops, packed, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.kinds import LAYOUTS, Kind
 from deep_tile.problem import GemmProblem
 
 _TMA_BYTES = tensors.ALIGNMENT_BYTES
@@ -28,6 +29,56 @@ SOURCES = {
     "counts": "pass how many rows each group has, as a tensor of int32",
 }
 """Where the right argument comes from."""
+
+
+class Sizes(NamedTuple):
+    """A product without tensors, as `supports` describes it."""
+
+    m: int
+    n: int
+    k: int
+    kind: Kind
+    dtype: torch.dtype
+    out_dtype: torch.dtype | None
+    strides: tuple[int | None, int | None]
+    layout: str
+    grouping: str
+    groups: int
+
+    @property
+    def over_tokens(self) -> "Sizes":
+        """These sizes for a gradient [n, k], which is summed over m tokens."""
+        return self._replace(m=self.n, n=self.k, k=self.m)
+
+    def operands(self, of_a: tuple[int, ...] = (), of_b: tuple[int, ...] = ()) -> tuple[torch.Tensor, ...]:
+        """`a` and `b` on meta, with leading dimensions, each followed by its scale if it has one."""
+        along_a, along_b = LAYOUTS[self.layout]
+        scale_rows = SCALE_BLOCK if self.kind.scaling == "blocks" else 1
+        a = _without_memory("a", self.kind, (*of_a, self.m, self.k), self.strides[0], along_a, 1)
+        if self.kind.packing:
+            if self.strides[1] is not None:
+                raise ValueError(f"b_stride is {self.strides[1]}; a packed weight is contiguous: leave it out")
+            return *a, *packed.zeros((*of_b, self.n, self.k), self.kind.name, "meta")
+        return *a, *_without_memory("b", self.kind, (*of_b, self.n, self.k), self.strides[1], along_b, scale_rows)
+
+
+def _without_memory(
+    name: str, kind: Kind, shape: tuple[int, ...], stride: int | None, major: str, scale_rows: int
+) -> tuple[torch.Tensor, ...]:
+    """An operand [..., rows, k] on meta, and its scale, if it has one; a block has `scale_rows` rows."""
+    *lead, rows, k = shape
+    outer, inner = (rows, k) if major == "k" else (k, rows)
+    dtype = finishes.torch_dtype(kind.a)
+    if inner * kind.a.bytes > MAX_SIZE:
+        raise ValueError(f"{name} is {rows} by {k}; of {dtype} at most {MAX_SIZE // kind.a.bytes} lie in a row")
+    stride = inner if stride is None else stride
+    steps = (outer * stride,) * len(lead)
+    x = torch.empty_strided((*lead, outer, inner), (*steps, stride, 1), dtype=dtype, device="meta")
+    x = x if major == "k" else x.mT
+    if kind.scaling == "none":
+        return (x,)
+    scales = (rows, 1) if kind.row_scales else (ceil_div(rows, scale_rows), ceil_div(k, SCALE_BLOCK))
+    return x, torch.empty(*lead, *scales, device="meta")
 
 
 def with_defaults(options: NamedTuple, device: torch.device) -> NamedTuple:
@@ -171,6 +222,70 @@ def along_k_problem(name: str, x: torch.Tensor) -> str | None:
             f"{name}.contiguous()"
         )
     return stride_problem(name, rows, k, x.stride(0), x.element_size())
+
+
+def lies_along_rows(x: torch.Tensor) -> bool:
+    """Whether kernels read a matrix [rows, k] as M- or N-major."""
+    return x.element_size() == 2 and along_k_problem("", x) is not None
+
+
+def check_operand(name: str, x: torch.Tensor) -> None:
+    """Check that kernels can read a matrix [rows, k]: K-major, or M- or N-major for 16-bit dtypes."""
+    if x.element_size() != 2:
+        check_operand_strides(**{name: x})
+    else:
+        problem = strides_problem(name, x)
+        if problem:
+            raise ValueError(problem)
+        check_alignment(name, x)
+    rows, k = x.shape
+    size, what = (rows, f"{name} has {rows} rows") if lies_along_rows(x) else (k, f"k is {k}")
+    if size * x.element_size() > MAX_SIZE:
+        raise ValueError(f"{what}; of {x.dtype} at most {MAX_SIZE // x.element_size()}: split the product")
+
+
+def strides_problem(name: str, x: torch.Tensor) -> str | None:
+    """Why no kernel can read a 16-bit matrix in either major; the address is not checked."""
+    along_k = along_k_problem(name, x)
+    if along_k is None:
+        return None
+    rows, k = x.shape
+    along_rows = stride_problem(name, k, rows, x.stride(1), x.element_size(), "column")
+    adjacent = rows < 2 or x.stride(0) == 1
+    if adjacent and along_rows is None:
+        return None
+    if k < 2 or x.stride(1) == 1:
+        return along_k
+    if rows > 1 and adjacent:
+        return along_rows
+    return (
+        f"{name} must have a unit stride along k or along its rows; its strides are {x.stride()}. Make it K-major: "
+        f"{name}.contiguous()"
+    )
+
+
+def check_row_block_scales(names: tuple[str, ...], operands) -> None:
+    for at in (0, 2):
+        x, scale, name = operands[at], operands[at + 1], names[at + 1]
+        wanted = (x.shape[0], ceil_div(x.shape[1], SCALE_BLOCK))
+        if not has_shape(scale, wanted):
+            remedy = scale_shape_remedy(name, scale, wanted, x)
+            raise ValueError(
+                f"{name} must have shape {wanted}, one for each 128 of a row of {names[at]}; got {tuple(scale.shape)}. "
+                f"{remedy or f'To fix: cast {names[at]} with scales of 1x128'}"
+            )
+
+
+def check_row_scales(a, a_scale, b, b_scale) -> None:
+    for name, x, scale in (("a", a, a_scale), ("b", b, b_scale)):
+        rows = x.shape[0]
+        long = [size for size in scale.shape if not isinstance(size, int) or size != 1]
+        if long and not (len(long) == 1 and ops.holds(long[0] == rows)):
+            raise ValueError(
+                f"{name}_scale must have one number, or one for each of {name}'s {rows} rows, as [{rows}] or "
+                f"[{rows}, 1]; got {tuple(scale.shape)}. Or give both scales of blocks: a_scale [m, ceil(k / 128)], "
+                "b_scale [ceil(n / 128), ceil(k / 128)], or of FP8 [n, ceil(k / 128)]"
+            )
 
 
 def check_alignment(name: str, x: torch.Tensor) -> None:

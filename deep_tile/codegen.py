@@ -128,7 +128,7 @@ def _literal(field: str, value: int | bool | str) -> str:
 
 
 class CastKernel(NamedTuple):
-    """A cast to FP8: the facts its text depends on.
+    """A cast to FP8.
 
     Attributes:
         block_rows: 1 or 128, rows that share a scale with each other and with 128 columns.
@@ -180,13 +180,11 @@ CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "silu_mul": "SiluMul"}
 
 
 class TransposedKernel(NamedTuple):
-    """A cast to FP8 along tokens: the facts its text depends on.
+    """A cast to FP8 along tokens.
 
     Attributes:
         source: input format, a key of `CAST_FORMATS`.
         columns: per tile of 128 tokens.
-        threads: per thread block.
-        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
     source: str
@@ -206,14 +204,12 @@ class TransposedKernel(NamedTuple):
 
 
 class BothKernel(NamedTuple):
-    """A cast in both directions, or a transposition of FP8 codes: the facts its text depends on.
+    """A cast in both directions, or a transposition of FP8 codes.
 
     Attributes:
         what: "rows": 1x128 scales in both directions; "mixed": 1x128 along rows and 128x128 for the transpose; "tiles":
             128x128 for both; "codes": FP8 codes are transposed.
         source: input format, a key of `CAST_FORMATS`; "e4m3" for codes.
-        threads: per thread block.
-        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
     what: str
@@ -239,13 +235,11 @@ class BothKernel(NamedTuple):
 
 
 class GatedKernel(NamedTuple):
-    """The gradient of SwiGLU, cast both ways: the facts its text depends on.
+    """The gradient of SwiGLU, cast both ways.
 
     Attributes:
         source: format of gate and up: "bf16", or "e4m3" with 1x128 scales.
         blocks: h has 128x128 scales instead of one per column and 128 tokens.
-        threads: per thread block.
-        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
     source: str
@@ -275,7 +269,7 @@ class GatedKernel(NamedTuple):
 
 
 class CombineKernel(NamedTuple):
-    """The weighted sum over experts' rows: the facts its text depends on.
+    """The weighted sum over experts' rows.
 
     Attributes:
         threads: per thread block.
@@ -299,12 +293,10 @@ class CombineKernel(NamedTuple):
 
 
 class UnpackKernel(NamedTuple):
-    """The conversion of a packed weight to FP8: the facts its text depends on.
+    """The conversion of a packed weight to FP8.
 
     Attributes:
         kind: name of the GEMM's kind, in `kinds.PACKED`.
-        threads: per thread block.
-        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
     kind: str
@@ -323,7 +315,7 @@ class UnpackKernel(NamedTuple):
 
 
 class SortKernel(NamedTuple):
-    """The sort by expert: the facts its text depends on.
+    """The sort by expert.
 
     Attributes:
         choice: dtype of a choice, "int32" or "int64".
@@ -347,7 +339,7 @@ class SortKernel(NamedTuple):
 
 
 class ThinKernel(NamedTuple):
-    """A thin GEMM's main kernel (thin.cuh): the facts its text depends on.
+    """A thin GEMM's main kernel (thin.cuh).
 
     Attributes:
         block_m, block_n: tile size; 64 or 128 rows and a multiple of 8 columns.
@@ -365,6 +357,8 @@ class ThinKernel(NamedTuple):
     splits: bool
     squares: bool
     blocks_per_sm: int
+
+    table = params.THIN
 
     @property
     def name(self) -> str:
@@ -414,12 +408,7 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
 
 
 class PartsKernel(NamedTuple):
-    """The reduction over a thin GEMM's K parts: the facts its text depends on.
-
-    Attributes:
-        threads: per thread block.
-        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
-    """
+    """The reduction over a thin GEMM's K parts."""
 
     threads: int
     blocks_per_sm: int
@@ -436,12 +425,10 @@ class PartsKernel(NamedTuple):
 
 
 class SplitKernel(NamedTuple):
-    """The split from FP32 into BF16 terms: the facts its text depends on.
+    """The split from FP32 into BF16 terms.
 
     Attributes:
         terms: 2, rounded, or 3, exact.
-        threads: per thread block.
-        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
     terms: int
@@ -460,7 +447,7 @@ class SplitKernel(NamedTuple):
 
 
 class LogitsKernel(NamedTuple):
-    """The indexer's logits: the facts its text depends on.
+    """The indexer's logits.
 
     Attributes:
         head_dim: e4m3 elements per head: 32, 64 or 128.
@@ -479,6 +466,8 @@ class LogitsKernel(NamedTuple):
     splits_queries: bool
     paged: bool
     output: str
+
+    table = params.LOGITS
 
     @property
     def threads(self) -> int:
@@ -572,7 +561,8 @@ StreamingKernel = (
     | LogitsKernel
     | _ThinKernels
 )
-"""A kernel that no GemmConfig describes: most are bound by memory."""
+"""A kernel that no GemmConfig describes: the facts that its text depends on. Most are bound by memory. `threads` counts
+a thread block's; `blocks_per_sm` thread blocks must fit into an SM's registers at once."""
 
 
 def streaming_source(kernel: StreamingKernel) -> str:

@@ -11,39 +11,26 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
-OPS = {
-    "cast_both": "both",
-    "cast_weight": "both",
-    "combine": "experts",
-    "fp8_gemm": "dense",
-    "fp8_gemm_cast": "gemm_cast",
-    "fp8_grouped_gemm": "grouped",
-    "fp8_grouped_wgrad": "wgrad",
-    "fp8_linear": "linear",
-    "fp8_linear_backward": "linear",
-    "fp8_wgrad": "dense",
-    "gemm": "dense",
-    "gemm_gradient": "dense",
-    "grouped_gemm": "grouped",
-    "int8_gemm": "dense",
-    "mqa_logits": "logits",
-    "packed_gemm": "dense",
-    "packed_grouped_gemm": "grouped",
-    "paged_mqa_logits": "logits",
-    "per_block_cast_to_fp8": "quantize",
-    "per_token_cast_rows_to_fp8": "quantize",
-    "per_token_cast_to_fp8": "quantize",
-    "prenorm_gemm": "thin",
-    "scaled_gemm": "dense",
-    "scaled_grouped_gemm": "grouped",
-    "silu_mul_cast_to_fp8": "experts",
-    "sort_by_expert": "experts",
-    "swiglu_gradient_cast_both": "gated",
-    "thin_gemm": "thin",
-    "transpose_fp8": "both",
-    "transposed_cast_to_fp8": "transposed",
+_OPS = {
+    "both": "cast_both cast_weight transpose_fp8",
+    "dense": "fp8_gemm fp8_wgrad gemm gemm_gradient int8_gemm packed_gemm scaled_gemm",
+    "experts": "combine silu_mul_cast_to_fp8 sort_by_expert",
+    "gated": "swiglu_gradient_cast_both",
+    "gemm_cast": "fp8_gemm_cast",
+    "grouped": "fp8_grouped_gemm grouped_gemm packed_grouped_gemm scaled_grouped_gemm",
+    "linear": "fp8_linear fp8_linear_backward",
+    "logits": "mqa_logits paged_mqa_logits",
+    "quantize": "per_block_cast_to_fp8 per_token_cast_rows_to_fp8 per_token_cast_to_fp8",
+    "thin": "prenorm_gemm thin_gemm",
+    "transposed": "transposed_cast_to_fp8",
+    "wgrad": "fp8_grouped_wgrad",
 }
-"""Every op, and the module that defines it."""
+"""Every op, by the module that defines it."""
+
+OPS = {name: module for module, names in _OPS.items() for name in names.split()}
+
+PRIVATE = ("fp8_linear_backward", "gemm_gradient", "per_token_cast_rows_to_fp8")
+"""Ops that are no public function: parts of others."""
 
 _COUNTER = "torch.utils.flop_counter"
 

@@ -226,7 +226,7 @@ class _LinearStyle(ParallelStyle):
         part = getattr(module, "shard_part", None) if self.style == "column" else None
         if part is not None:
             shape = (*out.shape[:-1], module.out_features)
-            whole = {"shape": torch.Size(shape), "stride": torch._prims_common.make_contiguous_strides_for(shape)}
+            whole = {"shape": torch.Size(shape), "stride": tensors.dense_strides(shape)}
             own = out.to_local()[..., part.own]
             out = DTensor.from_local(own, mesh, (Shard(out.dim() - 1),), run_check=False, **whole)
         out = out.redistribute(placements=self.output_layouts)

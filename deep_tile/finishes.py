@@ -1,4 +1,4 @@
-"""Epilogue options: bias, activation, output format. Their checks and weight layout. Their checks and their layout.
+"""Epilogue options: bias, activation, output format. Their checks and weight layout.
 
 Called by dense.py, options.py and linear.py, and by users who lay out weights for "swiglu". The definition is
 `reference.finished`. Invariant: an activation is a row in kinds.ACTIVATIONS, a format in kinds.OUTPUTS.
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from deep_tile import ops, tensors
-from deep_tile.kinds import ACTIVATIONS, GATE_COLUMNS, OUTPUTS, RAW, RESULTS, Element, Kind
+from deep_tile.kinds import ACTIVATIONS, GATE_COLUMNS, OUTPUTS, QUANTIZED, RAW, RESULTS, Element, Kind
 
 
 def torch_dtype(element: Element) -> torch.dtype:
@@ -22,6 +22,9 @@ OUTPUT_NAMES = {torch_dtype(element): name for name, element in OUTPUTS.items()}
 
 RESULT_NAMES = {**OUTPUT_NAMES, torch_dtype(RESULTS[RAW]): RAW}
 """Result names over all kinds, by dtype."""
+
+FORMAT_NAMES = {**RESULT_NAMES, torch_dtype(RESULTS[QUANTIZED]): QUANTIZED}
+"""The same with results that are cast."""
 
 _PAIRS = 2 * GATE_COLUMNS
 

@@ -93,8 +93,7 @@ def swiglu_gradient_cast_both(
         `SwigluGradient(a, a_scale, at, at_scale, ht, ht_scale, share)`. Scales are "m_aligned"; FP8 rows start at
         multiples of 16 bytes.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `cast_both`.
+    Raises as `cast_both`.
     """
     options = amax_floor, round_scale, exact, alignment, blocks
     call = SWIGLU_GRADIENT.trace if is_traced() else SWIGLU_GRADIENT.run

@@ -6,13 +6,15 @@ when a BF16 GEMM plus a cast is faster. Invariant: the result equals `fp8_gemm` 
 bit if both are batch invariant.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import checks, dense, finishes, launches, params, plan, quantize, tensors
+from deep_tile import cast, checks, dense, finishes, launches, params, plan, quantize, tensors
+from deep_tile.codegen import StreamingKernel
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import QUANTIZED
+from deep_tile.kinds import Kind
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
@@ -107,6 +109,18 @@ class ProductCast(dense.Dense):
         """Tensors for the BF16 `fp8_gemm`."""
         return *given[:4], None, given[6]
 
+    def results(self, kind: Kind) -> tuple[torch.dtype, ...]:
+        return (quantize.FP8_DTYPE,)
+
+    def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
+        return (*asked.operands(), None, None, None), Options()
+
+    def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
+        return {*plan.cast_configs_for(of_all, max_m)}
+
+    def casts(self, kind: Kind) -> list[StreamingKernel]:
+        return cast.all_kernels()
+
     def shape(self, given: Given, options: Options) -> tuple[int, int]:
         return given[0].shape[0], finishes.out_columns(given[2].shape[0], options.activation)
 
@@ -163,16 +177,11 @@ class ProductCast(dense.Dense):
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared | None:
         """The fused launch for a checked call; None if two are faster or none is needed."""
-        a, _, b, _, out, scale, bias = given
+        *_, scale, bias = given
         if not self.needs_kernel(given):
             return None
-        device, product = a.get_device(), (*given[:5], bias)
-        problem = GemmProblem(
-            *(a.shape[0], b.shape[0], a.shape[1], options.num_sms, checks.tma_can_store(out)),
-            split_k=not options.batch_invariant,
-            output=QUANTIZED,
-            **finishes.for_problem(bias, options.activation),
-        )
+        device, product = scale.get_device(), (*given[:5], bias)
+        problem = dense.FP8_GEMM.problem(product, options.product)
         layout = dense.FP8_GEMM.layout(product, problem.product)
         problem = problem.with_strides(layout.a_stride, layout.b_stride)
         config = checks.kernel_for(problem, options.config, device, self.name, choose=plan.cast_config_for)

@@ -6,6 +6,7 @@ invalid bounds never cause out-of-bounds access.
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.reference import fp8_gemm_reference, grouped_reference
+from deep_tile.reference import grouped_reference
+from deep_tile.select.choose import LEAST_UNPACKED
 
 MAX_TILES = 2**31 - 1
 
@@ -33,6 +35,7 @@ class Options(NamedTuple):
     num_sms: int | None = None
     batch_invariant: bool = False
     pdl: bool | None = None
+    constant_weights: bool = False
     fast_accum: bool = True
 
 
@@ -41,6 +44,7 @@ class Grouped(Product):
     dimensions."""
 
     Options = Options
+    groupings = ("offs", "counts")
 
     def options_of(self, given: Given, keywords: dict) -> Options:
         return Options("counts" if given[0].dim() == 3 else "offs", **keywords)
@@ -51,6 +55,12 @@ class Grouped(Product):
     def result(self, given: Given, options: Options) -> tuple[tuple[int, ...], torch.dtype]:
         a, b = self.matrices(given)
         return (*a.shape[:-1], b.shape[1]), self.dtype_of_out(options, a)
+
+    def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
+        groups = (asked.groups,)
+        operands = asked.operands(groups if asked.grouping == "counts" else (), groups)
+        bounds = torch.empty(groups, dtype=torch.int32, device="meta")
+        return (*operands, bounds, None), Options(asked.grouping, out_dtype=asked.out_dtype)
 
     def scaling(self, operands: Given, known: list[str]) -> str:
         """The scaling, by scale shapes. Shapes that fit both blocks and rows count as rows."""
@@ -124,6 +134,7 @@ class Grouped(Product):
         check_bounds_memory("offs or counts", bounds)
         if out is not None:
             check_out(out)
+        checks.check_constant_weights(options)
         groups, rows, n = b.shape[0], a.shape[-2], b.shape[1]
         if groups * (rows // 64 + 1) * ceil_div(n, 16) > MAX_TILES:
             raise ValueError(
@@ -141,9 +152,7 @@ class Grouped(Product):
         kind = self.kind(given, options)
         if kind.row_scales:
             operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
-        by_blocks = kind.packing and kind.scaling == "blocks"
-        definition = fp8_gemm_reference if kind.name == "fp8" or by_blocks else REFERENCES[kind.scaling]
-        grouped_reference(definition, unpacked(tuple(operands)), out, bounds, options.alignment)
+        grouped_reference(REFERENCES[kind.scaling], unpacked(tuple(operands)), out, bounds, options.alignment)
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared:
         device, problem = given[-1].get_device(), self.problem(given, options)
@@ -152,9 +161,8 @@ class Grouped(Product):
         config = checks.kernel_for(problem, options.config, device, self.name)
         names = tuple(name for name, x in zip(self.names, given, strict=True) if x is not None)
         places = params.places(plan.as_kernels_name(names, problem.product))
-        return plan.prepare_launch(
-            problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names, places=places
-        )
+        how = {"pdl": options.pdl, "constant_weights": options.constant_weights}
+        return plan.prepare_launch(problem, config, layout, device, **how, names=names, places=places)
 
     def problem(self, given: Given, options: Options) -> GemmProblem:
         (a, b), out = self.matrices(given), given[-1]
@@ -200,6 +208,12 @@ class PackedGrouped(unpack.Unpacking, Grouped):
     def in_fp8(self, kind: Kind) -> Grouped:
         return FP8_GROUPED_GEMM
 
+    def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
+        configs = super().configs(of_all, max_m, layouts)
+        if of_all.product.scaling == "blocks" and max_m >= LEAST_UNPACKED:
+            configs |= super().configs(of_all._replace(kind="fp8"), max_m, layouts)
+        return configs
+
 
 def fp8_grouped_gemm(
     a: torch.Tensor,
@@ -217,6 +231,7 @@ def fp8_grouped_gemm(
     num_sms: int | None = None,
     batch_invariant: bool = False,
     pdl: bool | None = None,
+    constant_weights: bool = False,
 ) -> torch.Tensor:
     """`out[rows] = (a[rows] * a_scale[rows]) @ (b[g] * b_scale[g])^T` for the rows of each group g, in one launch.
 
@@ -244,18 +259,18 @@ def fp8_grouped_gemm(
         config: the kernel to use instead of the selector's choice; its `grouping` is "offs" or "counts".
         num_sms, pdl: as for `fp8_gemm`.
         batch_invariant: as for `fp8_gemm`. Grouped results never depend on other rows, so it changes nothing.
+        constant_weights: as for `fp8_gemm`; the bounds, too, are then read before that wait, if `expected_rows` is
+            small: the preceding kernel must not write `b`, `b_scale`, `offs` or `counts`. Between the kernels of a
+            layer that holds (`sort_by_expert`, cast, product, `silu_mul_cast_to_fp8`, product).
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
 
     The method is `fp8_gemm`'s; offsets follow `torch.nn.functional.scaled_grouped_mm`.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)
-    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl, True)
+    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
+    options += (pdl, constant_weights, True)
     if is_traced():
         return FP8_GROUPED_GEMM.trace(given, options)
     return FP8_GROUPED_GEMM.run(given, options)
@@ -275,6 +290,7 @@ def grouped_gemm(
     num_sms: int | None = None,
     batch_invariant: bool = False,
     pdl: bool | None = None,
+    constant_weights: bool = False,
 ) -> torch.Tensor:
     """BF16, FP16 or INT8 grouped GEMM: `out[rows] = a[rows] @ b[g]^T` for each group g's rows, in one launch.
 
@@ -288,17 +304,15 @@ def grouped_gemm(
             there are several groups.
         out: [s, n] or [g, m, n] bfloat16, float16 or float32, or int32 for INT8; otherwise as for `fp8_grouped_gemm`.
         out_dtype: dtype of `out`: by default `out`'s, or `a`'s, or int32 for INT8.
-        offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
+        offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl, constant_weights: as for
+            `fp8_grouped_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, b, bounds, out)
-    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl, True)
+    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
+    options += (pdl, constant_weights, True)
     if is_traced():
         return GROUPED_GEMM.trace(given, options)
     return GROUPED_GEMM.run(given, options)
@@ -320,6 +334,7 @@ def scaled_grouped_gemm(
     num_sms: int | None = None,
     batch_invariant: bool = False,
     pdl: bool | None = None,
+    constant_weights: bool = False,
     fast_accum: bool = True,
 ) -> torch.Tensor:
     """FP8 or INT8 grouped GEMM with per-row or block scales.
@@ -339,18 +354,16 @@ def scaled_grouped_gemm(
             a_scale [g, ceil(n / 128), ceil(k / 128)].
         out: [s, n] or [g, m, n] bfloat16, float16 or float32, as for `fp8_grouped_gemm`.
         out_dtype: dtype of `out`: by default `out`'s, or bfloat16.
-        offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
+        offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl, constant_weights: as for
+            `fp8_grouped_gemm`.
         fast_accum: as for `scaled_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)
-    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl, fast_accum)
+    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
+    options += (pdl, constant_weights, fast_accum)
     if is_traced():
         return SCALED_GROUPED_GEMM.trace(given, options)
     return SCALED_GROUPED_GEMM.run(given, options)
@@ -384,15 +397,12 @@ def packed_grouped_gemm(
         config: as there; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)
-    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl, True)
+    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
+    options += (pdl, False, True)
     if is_traced():
         return PACKED_GROUPED_GEMM.trace(given, options)
     return PACKED_GROUPED_GEMM.run(given, options)
@@ -561,12 +571,13 @@ def check_out(out: torch.Tensor) -> None:
 
 _SCALED = "a a_scale b b_scale bounds? out!"
 _KEYWORDS = "alignment expected_rows out_dtype num_sms batch_invariant pdl"
+_EARLY = f"{_KEYWORDS} constant_weights"
 _OTHERS = dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_grouped_gemm")
 _ONE_DTYPE = "make both of one dtype"
 _GROUPED_MM = "call torch.nn.functional.grouped_mm"
 
 FP8_GROUPED_GEMM = Grouped(
-    *("fp8_grouped_gemm", _SCALED, _KEYWORDS, FP8_KINDS),
+    *("fp8_grouped_gemm", _SCALED, _EARLY, FP8_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("quantise with deep_tile.per_token_cast_to_fp8", _ONE_DTYPE),
     takers=_OTHERS,
@@ -574,7 +585,7 @@ FP8_GROUPED_GEMM = Grouped(
     to_train=_GROUPED_MM,
 )
 GROUPED_GEMM = Grouped(
-    *("grouped_gemm", "a b bounds? out!", _KEYWORDS, kinds_of("bf16", "fp16", "int8_unscaled")),
+    *("grouped_gemm", "a b bounds? out!", _EARLY, kinds_of("bf16", "fp16", "int8_unscaled")),
     out_dtype=None,
     remedies=("a.to(torch.bfloat16)", _ONE_DTYPE),
     takers=_OTHERS,
@@ -588,7 +599,7 @@ PACKED_GROUPED_GEMM = PackedGrouped(
     to_train=_GROUPED_MM,
 )
 SCALED_GROUPED_GEMM = Grouped(
-    *("scaled_grouped_gemm", _SCALED, f"{_KEYWORDS} fast_accum"),
+    *("scaled_grouped_gemm", _SCALED, f"{_EARLY} fast_accum"),
     kinds_of("fp8_rows", "fp8_rows_promoted", "fp8", "int8_rows", "int8"),
     out_dtype=torch.bfloat16,
     remedies=("quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one", _ONE_DTYPE),

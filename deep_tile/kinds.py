@@ -165,6 +165,17 @@ KINDS = FAMILIES | {
 
 EVERY_KIND = KINDS | PACKED
 
+USUAL = {
+    **{"float8_e4m3fn": "fp8", "float8_e5m2": "fp8_rows_e5m2_e5m2", "int8": "int8", "int32": "int32"},
+    **{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
+}
+"""Names of kinds and formats by torch's names of dtypes: for operands the usual kind."""
+
+
+def name_of(dtype: object) -> object:
+    """The kind's or format's name for a torch.dtype or its name; anything else unchanged."""
+    return USUAL.get(str(dtype).removeprefix("torch."), dtype)
+
 
 class Majors(NamedTuple):
     """Each operand's contiguous dimension: "k", or "m" for a and "n" for b."""

@@ -14,6 +14,7 @@ import torch
 
 from deep_tile import _launcher, both, cast, checks, dense, launches, ops, params, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.kinds import EVERY_KIND, Kind
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
 from deep_tile.params import Place
@@ -207,6 +208,21 @@ class Linear(Operation):
     """Of x, b, b_scale, bias, out and the workspace: a launch of the cast, and one of the product."""
 
     Options = Options
+    groupings = ("none",)
+    dtypes = dict.fromkeys((*_SOURCE_DTYPES, quantize.FP8_DTYPE), (quantize.FP8_DTYPE,))
+
+    def kind_for(self, dtype: torch.dtype, usual: Kind | None) -> Kind | None:
+        return EVERY_KIND["fp8"] if dtype in self.dtypes else None
+
+    def results(self, kind: Kind) -> tuple[torch.dtype, ...]:
+        return _SOURCE_DTYPES
+
+    def check_sizes(self, asked: checks.Sizes) -> None:
+        """The product's checks. An input that is not quantised yet may have any strides; `quantize_weight` aligns."""
+        a_stride, b_stride = asked.strides
+        aligned = round_up(asked.k, tensors.ALIGNMENT_BYTES)
+        a_stride = a_stride if asked.dtype == quantize.FP8_DTYPE else aligned
+        dense.FP8_GEMM.check_sizes(asked._replace(strides=(a_stride, aligned if b_stride is None else b_stride)))
 
     def differentiate(self, given: Given, options: Options) -> torch.Tensor:
         x, b, b_scale, bias, out, _ = given
@@ -328,10 +344,8 @@ class Linear(Operation):
 @lru_cache(maxsize=4096)
 def _product_layout(x_shape: tuple[int, ...], n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Dense shape and strides of the result for this input shape."""
-    shape, strides = (*x_shape[:-1], n), [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * max(size, 1))
-    return shape, tuple(strides)
+    shape = (*x_shape[:-1], n)
+    return shape, tensors.dense_strides(shape)
 
 
 class _Parts(NamedTuple):
@@ -546,11 +560,6 @@ def _fake_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None
     return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in (of_x, of_b, of_bias))
 
 
-def _backward_flops(grad, x, b, b_scale=None, *, x_dtype=None, **_) -> int:
-    """Operations in grad @ b and grad^T @ x, if computed."""
-    return ((x_dtype is not None) + (x is not None)) * 2 * math.prod(grad) * b[1]
-
-
 FP8_LINEAR = Linear(
     "fp8_linear",
     "x b b_scale? bias? out!",
@@ -565,5 +574,7 @@ ops.register(
     "ScalarType? bias_dtype=None) -> (Tensor, Tensor, Tensor)",
     _run_backward_op,
     _fake_backward_op,
-    flops=_backward_flops,
+    flops=lambda grad, x, b, *_, x_dtype=None, **__: (
+        ((x_dtype is not None) + (x is not None)) * 2 * math.prod(grad) * b[1]
+    ),
 )

@@ -148,11 +148,7 @@ def paged_mqa_logits(
         out, clean, out_dtype, num_sms, pdl: as for `mqa_logits`; `out` is [batch * n, columns].
         columns: `out`'s width: the longest context, by default a table row's capacity.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `mqa_logits`.
+    Returns `out`. Raises as `mqa_logits`.
     """
     call = PAGED_MQA_LOGITS.trace if is_traced() else PAGED_MQA_LOGITS.run
     return call((q, cache, weights, lengths, block_table, out), (clean, columns, out_dtype, num_sms, pdl))

@@ -165,18 +165,8 @@ def prepare(
         )
     places = PAGED_PLACES if kernel.paged else PLACES
     maps = tensor_maps(kernel, layout, q_strides, keys)
-    return _launcher.prepare(
-        cast.load(kernel, device),
-        grid=num_sms,
-        cluster=1,
-        threads=kernel.threads,
-        params=params.LOGITS.pack(**layout._asdict()),
-        names=names,
-        pointers=params.LOGITS.pointers(places),
-        maps=tuple(map_.entry(params.LOGITS.offsets[name], places[name].tensor, skip) for name, map_, skip in maps),
-        fixed_maps=(),
-        pdl=pdl,
-    )
+    maps = tuple(map_.entry(params.LOGITS.offsets[name], places[name].tensor, skip) for name, map_, skip in maps)
+    return cast.prepare_launch(kernel, num_sms, device, layout._asdict(), names, places, maps=maps, pdl=pdl)
 
 
 def tensor_maps(

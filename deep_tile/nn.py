@@ -419,7 +419,7 @@ def precompile_model(
     gathered = _gathered_shapes(model)
     given = {"num_sms": num_sms, "batch_invariant": batch_invariant, "out_dtype": out_dtype}
     for layer, weight in _fp8_weights(model):
-        bias, own = getattr(layer, "bias", None), _options_of(layer)
+        bias, own = getattr(layer, "bias", None), layer.options if isinstance(layer, Linear) else {}
         wanted = {name: own.get(name, value) for name, value in given.items()}
         wanted["out_dtype"] = wanted["out_dtype"] or out_dtype
         wanted["bias"] = bias.dtype if isinstance(bias, torch.Tensor) else None
@@ -441,10 +441,6 @@ def precompile_model(
     configs += api.precompile(of_experts, workers=workers, progress=progress, **given, grouping=grouping).configs
     cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1, progress=progress)
     return api.Precompiled(configs, jit.compilations() - before)
-
-
-def _options_of(layer: torch.nn.Module) -> dict[str, Any]:
-    return layer.options if isinstance(layer, Linear) else {}
 
 
 def _gathered_shapes(model: torch.nn.Module) -> dict[int, torch.Size]:

@@ -16,6 +16,7 @@ import torch
 from torch import is_grad_enabled
 
 from deep_tile import _launcher, launches, ops, tensors
+from deep_tile.kinds import Kind
 from deep_tile.options import check as check_options
 
 OPERATIONS: "dict[str, Operation]" = {}
@@ -43,9 +44,11 @@ class Operation(ops.Op):
         Options: the NamedTuple for a call's keywords. Calls pass a plain tuple, which is faster to build.
         launches: this operation's launch cache, by options and signature.
         names: the tensors' names.
+        groupings: for a product, the supported names in `kinds.GROUPINGS`. A product also has `dtypes`, those of `a`.
     """
 
     Options: type
+    groupings: tuple[str, ...] = ()
     is_on_gpu = staticmethod(attrgetter("is_cuda"))
 
     def __init__(
@@ -135,6 +138,26 @@ class Operation(ops.Op):
     def differentiate(self, given: Given, options) -> torch.Tensor | None:
         """The result for a call that torch records; None to go on without a gradient."""
         self.check_arguments(given, options)
+
+    # To be described by products, for `supports` and `precompile`, which have sizes alone.
+
+    def kind_for(self, dtype: torch.dtype | str, usual: Kind | None) -> Kind | None:
+        """The kind for operands of this dtype: the `usual` one if it is among the operation's."""
+        raise NotImplementedError
+
+    def results(self, kind: Kind) -> tuple[torch.dtype, ...]:
+        """Dtypes that `out` may have."""
+        raise NotImplementedError
+
+    def without_memory(self, asked) -> tuple[Given, NamedTuple]:
+        """Tensors on meta, and options, for a call with such `checks.Sizes`."""
+        raise NotImplementedError
+
+    def check_sizes(self, asked) -> None:
+        """Raise what a call with such `checks.Sizes` would raise."""
+        given, options = self.without_memory(asked)
+        self.check(given, options)
+        self.check_memory(given, options)
 
     # Derived from the description.
 

@@ -173,6 +173,21 @@ def as_fp8(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)[..., :k]
 
 
+def zeros(shape: tuple[int, ...], format: str, device: torch.device | str | None) -> Packed:
+    """A packed weight [..., n, k] of zeros."""
+    if format not in PACKED:
+        raise ValueError(f"format is {format!r}; packed are {', '.join(map(repr, PACKED))}")
+    if any(as_int(size) is None or size < 0 for size in shape):
+        raise ValueError(f"sizes are {shape}; pass how many there are, as ints")
+    *leading, n, k = shape
+    if n % UNIT_ROWS:
+        raise ValueError(f"a weight has {n} rows; they are packed by {UNIT_ROWS}: add rows of zeros")
+    kind, k_blocks = PACKED[format], _k_blocks(k)
+    of_scale = (n, k_blocks) if kind.scaling == "row_blocks" else scale_shape((n, k), WEIGHT_BLOCK)
+    weight = torch.zeros(*leading, n, k_blocks * kind.packing.row_bytes, dtype=torch.uint8, device=device)
+    return Packed(weight, torch.zeros(*leading, *of_scale, device=device))
+
+
 def kind_of(weight: torch.Tensor, k: int) -> Kind | None:
     """The kind for a packed weight with k elements per row; None if the byte count does not fit."""
     k_blocks = _k_blocks(k)

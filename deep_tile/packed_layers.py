@@ -10,9 +10,6 @@ from typing import Any
 import torch
 
 from deep_tile import blocks, dense, experts, grouped, packed, quantize
-from deep_tile.config import SCALE_BLOCK, UNIT_ROWS, as_int, ceil_div
-from deep_tile.kinds import PACKED
-from deep_tile.quantize import WEIGHT_BLOCK, scale_shape
 
 
 class _Layer(torch.nn.Module):
@@ -64,7 +61,7 @@ class PackedLinear(_Layer):
         """
         super().__init__()
         self.in_features, self.out_features, self.options = in_features, out_features, options
-        weight, scale = _zeros((out_features, in_features), format, device)
+        weight, scale = packed.zeros((out_features, in_features), format, device)
         self._give("weight", weight, scale, torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
 
     @classmethod
@@ -146,7 +143,7 @@ class PackedExperts(_Layer):
         self.gating = {"limit": limit, "alpha": alpha, "beta": beta}
         for name, shape in (("gate_up", (num_experts, 2 * width, hidden)), ("down", (num_experts, hidden, width))):
             of_bias = torch.zeros(shape[:2], device=device, dtype=dtype) if bias else None
-            self._give(name, *_zeros(shape, format, device), of_bias)
+            self._give(name, *packed.zeros(shape, format, device), of_bias)
 
     @classmethod
     def from_codes(
@@ -205,10 +202,10 @@ class PackedExperts(_Layer):
         rows, offs, index = experts.sort_by_expert(chosen, self.gate_up.shape[0])
         a, a_scale = quantize.per_token_cast_to_fp8(x, rows=rows, offs=offs)
         y = grouped.packed_grouped_gemm(a, a_scale, self.gate_up, self.gate_up_scale, offs)
-        y = _with_bias(y, self.gate_up_bias, offs)
+        y = with_bias(y, self.gate_up_bias, offs)
         h, h_scale = experts.silu_mul_cast_to_fp8(y, offs=offs, **self.gating)
         y = grouped.packed_grouped_gemm(h, h_scale, self.down, self.down_scale, offs)
-        y = _with_bias(y, self.down_bias, offs)
+        y = with_bias(y, self.down_bias, offs)
         shares = shares if shares.dtype in (torch.float32, torch.bfloat16) else shares.float()
         return experts.combine(y, shares, index).to(x.dtype)
 
@@ -238,21 +235,6 @@ def _product(weight: torch.Tensor, k: int, keywords: dict[str, Any]) -> tuple[tu
     return (weight.shape[-2], k), {"kind": packed.name_of(weight, k), **keywords}
 
 
-def _zeros(shape: tuple[int, ...], format: str, device: torch.device | str | None) -> packed.Packed:
-    """A packed weight [..., n, k] of zeros."""
-    if format not in PACKED:
-        raise ValueError(f"format is {format!r}; packed are {', '.join(map(repr, PACKED))}")
-    if any(as_int(size) is None or size < 0 for size in shape):
-        raise ValueError(f"sizes are {shape}; pass how many there are, as ints")
-    *leading, n, k = shape
-    if n % UNIT_ROWS:
-        raise ValueError(f"a weight has {n} rows; they are packed by {UNIT_ROWS}: add rows of zeros")
-    kind, k_blocks = PACKED[format], ceil_div(k, SCALE_BLOCK)
-    of_scale = (n, k_blocks) if kind.scaling == "row_blocks" else scale_shape((n, k), WEIGHT_BLOCK)
-    weight = torch.zeros(*leading, n, k_blocks * kind.packing.row_bytes, dtype=torch.uint8, device=device)
-    return packed.Packed(weight, torch.zeros(*leading, *of_scale, device=device))
-
-
 def _k_of(weight: torch.Tensor, scale: torch.Tensor) -> int:
     """Elements of a row, whose packs may have a dimension of their own."""
     in_packs = weight.shape[:-1] == scale.shape
@@ -276,8 +258,8 @@ def _check_experts(layer: PackedExperts) -> None:
     packed.name_of(layer.down, layer.gate_up.shape[1] // 2)
 
 
-def _with_bias(y: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor) -> torch.Tensor:
-    """The same with each row's expert's bias; rows of no expert have whatever they had."""
+def with_bias(y: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor) -> torch.Tensor:
+    """`y` [rows, n] with each row's expert's bias [g, n], added in place; rows of no expert get any."""
     if bias is None:
         return y
     expert = torch.searchsorted(offs, torch.arange(len(y), device=y.device, dtype=offs.dtype), right=True)

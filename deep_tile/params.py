@@ -221,7 +221,9 @@ GEMM = Params(
     ),
     Field("a_tail_rows", "int", "rows of a in the box of the last tile; 0 where all tiles are full", 0, 256),
     Field("b_tail_rows", "int", "rows of b, likewise", 0, 256),
-    Field("early_b", "int", "b is constant: it may be requested before the wait for the preceding kernel", 0, 1),
+    Field(
+        "early_b", "int", "b, and bounds, are constant: they are read before the wait for the preceding kernel", 0, 1
+    ),
     Field("bulk_scale_rows", "int", "rows of a whose scales lie side by side where TMA can copy them: all or none", 0),
     Field("scale_runs", "int", "scale warps read runs of scales: 1; those of a in vectors: 2; one by one: 0", 0, 2),
     Field("bias_stride", "unsigned"),
@@ -237,13 +239,14 @@ GEMM = Params(
         "a_maps",
         TENSOR_MAP,
         "a [m, k] in bytes, box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128]; or, where "
-        "a_span is not 0, [k, m], box [64 / cluster_n, a_span], for all tiles",
+        "a_span is not 0, [k, m], box [64 / cluster_n, a_span]; for its last box with fewer rows a_tail_rows of them",
         count=2,
     ),
     Field(
         "b_maps",
         TENSOR_MAP,
-        "b [n, k] in bytes, box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]; or likewise",
+        "b [n, k] in bytes, box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]; or likewise "
+        "[k, n], all boxes full",
         count=2,
     ),
     Field(

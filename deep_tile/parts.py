@@ -207,28 +207,19 @@ def prepare(
         _map("a", (product.k, product.m, product.matrices), layout.a_strides, 2, kernel.block_m, l2_bytes, places),
         _map("b", (product.k, product.n, of_b), layout.b_strides, b_bytes, kernel.block_n, K_BLOCK_BYTES, places),
     )
-    return _launcher.prepare(
-        cast.load(kernel, device),
-        grid=min(count, room.blocks(kernel)),
-        cluster=1,
-        threads=kernel.threads,
-        params=params.THIN.pack(
-            **{name: getattr(product, name) for name in ("m", "n", "k", "matrix_steps")},
-            part_steps=part_steps,
-            longer_parts=longer,
-            parts=parts,
-            units=count,
-            format=_FORMATS[layout.output],
-            accumulate=layout.accumulate,
-            out_stride=layout.out_stride,
-            part_stride=layout.part_stride,
-        ),
-        names=names,
-        pointers=params.THIN.pointers(places),
-        maps=maps,
-        fixed_maps=(),
-        pdl=pdl,
-    )
+    told = {
+        **{name: getattr(product, name) for name in ("m", "n", "k", "matrix_steps")},
+        "part_steps": part_steps,
+        "longer_parts": longer,
+        "parts": parts,
+        "units": count,
+        "format": _FORMATS[layout.output],
+        "accumulate": layout.accumulate,
+        "out_stride": layout.out_stride,
+        "part_stride": layout.part_stride,
+    }
+    grid = min(count, room.blocks(kernel))
+    return cast.prepare_launch(kernel, grid, device, told, names, places, maps=maps, pdl=pdl)
 
 
 def _map(

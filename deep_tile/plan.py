@@ -32,23 +32,9 @@ def cast_config_for(problem: GemmProblem) -> GemmConfig | None:
     return choose.choose_cast(problem, tuned.configs(problem.num_sms))
 
 
-def configs_for(
-    n: int,
-    k: int,
-    max_m: int,
-    num_sms: int,
-    tma_store: bool = True,
-    split_k: bool = True,
-    kind: str = "fp8",
-    output: str = "bf16",
-    accumulate: bool = False,
-    bias: str = "none",
-    activation: str = "none",
-    layout: str = "nt",
-) -> list[GemmConfig]:
-    """Every config that `config_for` gives some m in [1, max_m]."""
-    what = (kind, output, accumulate, bias, activation, layout)
-    return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, tuned.configs(num_sms), *what)
+def configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
+    """Every config that `config_for` gives problems like `of_all` for some m in [1, max_m]."""
+    return choose.configs_for(of_all, max_m, tuned.configs(of_all.num_sms))
 
 
 def cast_configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
@@ -202,8 +188,9 @@ def prepare_launch(
 
     Args:
         pdl: programmatic dependent launch: the kernel may start while its predecessor in the stream still runs.
-        constant_weights: with `pdl`, b is requested before waiting for the predecessor, unless several tile rows share
-            it: then a chain would be 0 to 6 % slower (ten shapes with 128 <= m <= 1024; H200, 2026-11-22).
+        constant_weights: with `pdl`, b is requested, and bounds of row groups are read, before waiting for the
+            predecessor, unless several tile rows share b: then a chain would be 0 to 6 % slower (ten shapes with 128
+            <= m <= 1024; H200, 2026-11-22).
         weights: fixed addresses for b and b_scale; the launch then takes the other tensors only.
         names: the tensors that the launch will be given.
         places: places of the `TENSORS` and the bias within these, if they are not separate tensors.
@@ -213,7 +200,8 @@ def prepare_launch(
         jit.CompileError: the kernel does not compile, or may hang.
         RuntimeError: the driver refuses the kernel.
     """
-    early_b = constant_weights and problem.m <= config.block_m
+    rows = problem.groups.expected_rows if problem.groups else problem.m
+    early_b = constant_weights and rows <= config.block_m
     maps = tensor_maps(problem, config, layout)
     fixed = {} if weights is None else weights._asdict()
     names = tuple(name for name in names if name not in fixed)
@@ -374,7 +362,8 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     if not config.is_packed:
         maps.append((b_maps, "b", b(b_rows, layout.b_stride, config.block_n, config.cluster_m)))
     if a_tail_rows:
-        maps.append((a_maps + params.MAP_BYTES, "a", a(a_rows, layout.a_stride, a_tail_rows)))
+        sharers = config.cluster_n if config.a_span else 1
+        maps.append((a_maps + params.MAP_BYTES, "a", a(a_rows, layout.a_stride, a_tail_rows, sharers)))
     if b_tail_rows and not config.is_packed:
         maps.append((b_maps + params.MAP_BYTES, "b", b(b_rows, layout.b_stride, b_tail_rows)))
     if config.tma_store:
@@ -415,7 +404,8 @@ def _operand_map(
     rows. The contiguous dimension is in bytes for every format, since kernels count K blocks."""
     element_bytes = config.product.a.bytes
     if span:
-        sizes, box, swizzle = (rows * element_bytes, k), (span, config.product.k_block // sharers), span
+        box = min(span, tile_rows * element_bytes), config.product.k_block // sharers
+        sizes, swizzle = (rows * element_bytes, k), span
     else:
         sizes, box, swizzle = (k * element_bytes, rows), (K_BLOCK_BYTES, tile_rows // sharers), K_BLOCK_BYTES
     return MapLayout("uint8", sizes, (stride * element_bytes,), box, swizzle, OPERAND_L2_BYTES)
@@ -425,16 +415,18 @@ def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
     """Box rows in the last tile of `a` and `b`; 0 if all tiles are full.
 
     A shorter last tile has its own map, which the kernel relies on: without it the kernel traps, with wrong rows it
-    hangs. For row groups, whose sizes the host does not know, an `a` box is a whole tile or a quarter. M- and N-major
-    operands have no tails: the kernel fetches only boxes that contain rows.
+    hangs. For row groups, whose sizes the host does not know, an `a` box is a whole tile or a quarter. Of an M-major
+    `a` the matrix's last box may be shorter; of an N-major `b` all are full.
 
     Raises:
         ValueError: rows that do not fit.
     """
     if config.row_groups:
         a_tail = config.block_m // 4
+    elif config.a_span:
+        a_tail = span_tail_rows(problem.m, config.a_span // config.product.a.bytes)
     else:
-        a_tail = 0 if config.a_span else _checked_tail("a", problem.m, config.block_m, config.cluster_n)
+        a_tail = _checked_tail("a", problem.m, config.block_m, config.cluster_n)
     return a_tail, 0 if config.b_span else _checked_tail("b", problem.n, config.block_n, config.cluster_m)
 
 
@@ -446,6 +438,11 @@ def _checked_tail(operand: str, rows: int, tile_rows: int, sharers: int) -> int:
             f"each; want at most {box_rows}, and 0 only where all tiles are full"
         )
     return tail
+
+
+def span_tail_rows(rows: int, box_rows: int) -> int:
+    """Rows in the last box of an M-major `a`, a multiple of TMA's 16 bytes, or 0 if it is full."""
+    return round_up(rows % box_rows, 8) % box_rows
 
 
 def tail_rows(rows: int, tile_rows: int, sharers: int) -> int:

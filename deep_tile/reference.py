@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from deep_tile.config import ceil_div
 from deep_tile.kinds import GATE_COLUMNS
-from deep_tile.quantize import TOKEN_BLOCK, WEIGHT_BLOCK, dequantize
+from deep_tile.quantize import TOKEN_BLOCK, WEIGHT_BLOCK
 
 ROWS_AT_ONCE = 4096
-"""Rows of `a` held in float64 at a time: 8192x16384x7168 peaks near 3 GB, mostly for `b`."""
+"""Rows of `a` held in float64 at a time. All of `b` is, with its scales for each element."""
 
 MAX_RELATIVE_ERROR = 1.8e-3
 """Largest `relative_error` of a GEMM on normal samples against the exact result. Rounding it to BF16 explains
@@ -33,32 +33,12 @@ def fp8_gemm_reference(
     b_scale: torch.Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """`out[m, n] = sum over k of a[m, k] a_scale[m, k // 128] b[n, k] b_scale[n // 128, k // 128]`.
-
-    The operands are dequantised to FP32, multiplied and summed in float64 (at least as exact as the kernels' FP32
-    accumulation) and rounded once to `out_dtype`.
-
-    Args:
-        a: [m, k] float8_e4m3fn; a_scale: [m, ceil(k / 128)] float32. Any strides.
-        b: [n, k] float8_e4m3fn; b_scale: [ceil(n / 128), ceil(k / 128)] float32. Any strides.
-        out_dtype: result dtype.
-
-    Returns:
-        A contiguous tensor [m, n] on the operands' device.
-
-    Raises:
-        TypeError, ValueError: an operand or a scale has the wrong dtype or shape.
-    """
+    """`scaled_gemm_reference` with 1x128 and 128x128 scales. Raises ValueError for other shapes."""
     _require_operand("a", a, a_scale, TOKEN_BLOCK)
     _require_operand("b", b, b_scale, WEIGHT_BLOCK)
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a has shape {list(a.shape)} and b {list(b.shape)}; their last dimensions, k, must be equal")
-    b_columns = dequantize(b, b_scale, block=WEIGHT_BLOCK).double().t()
-    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    row_groups = (tensor.split(ROWS_AT_ONCE) for tensor in (a, a_scale, out))
-    for a_rows, scale_rows, out_rows in zip(*row_groups, strict=True):
-        out_rows.copy_(dequantize(a_rows, scale_rows, block=TOKEN_BLOCK).double() @ b_columns)
-    return out
+    return scaled_gemm_reference(a, a_scale, b, b_scale, out_dtype)
 
 
 def gemm_reference(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -100,10 +80,12 @@ def scaled_gemm_reference(
     out_dtype: torch.dtype,
     b_block: tuple[int, int] = WEIGHT_BLOCK,
 ) -> torch.Tensor:
-    """The block-scaled GEMM of `fp8_gemm_reference` for operands in any dtype, in float64.
+    """`out[m, n] = sum over k of a[m, k] a_scale[m, k // 128] b[n, k] b_scale[n // 128, k // 128]`.
+
+    Multiplied and summed in float64, at least as exact as the kernels' FP32 accumulation; rounded once to `out_dtype`.
 
     Args:
-        a, b: [m, k] and [n, k]. Any strides.
+        a, b: [m, k] and [n, k]. Any dtypes and strides.
         a_scale, b_scale: [m, ceil(k / 128)] and [ceil(n / b_block[0]), ceil(k / 128)].
         b_block: rows and columns that share a scale in `b`.
     """
@@ -112,7 +94,9 @@ def scaled_gemm_reference(
         each = scale.double().repeat_interleave(rows, 0)[: x.shape[0]].repeat_interleave(TOKEN_BLOCK[1], 1)
         return x.double() * each[:, : x.shape[1]]
 
-    return gemm_reference(wide(a, a_scale, TOKEN_BLOCK[0]), wide(b, b_scale, b_block[0]), out_dtype)
+    b = wide(b, b_scale, b_block[0])
+    rows = zip(a.split(ROWS_AT_ONCE), a_scale.split(ROWS_AT_ONCE), strict=True)
+    return torch.cat([gemm_reference(wide(x, scale, TOKEN_BLOCK[0]), b, out_dtype) for x, scale in rows])
 
 
 def row_blocks_gemm_reference(

@@ -102,8 +102,8 @@ def check_lists(x: torch.Tensor, lists: Lists) -> None:
 def check(name: str, x: torch.Tensor, is_gated: bool, lists: Lists) -> None:
     """Raise unless a cast supports these, by sizes and dtypes only, so that fakes can be checked. `x` has a castable
     dtype and at least one dimension."""
-    if is_gated:
-        _check_gate_up(name, x)
+    if is_gated and not ops.holds(x.shape[-1] % 2 == 0):
+        raise ValueError(f"{name} has shape {list(x.shape)}; it must be [..., 2k], gates first, so pass both halves")
     for other, alone in (("rows", "counts"), ("offs", "counts")):
         if {other, alone} <= lists.keys():
             raise ValueError(f"{other} is given together with {alone}; pass one of them")
@@ -116,11 +116,6 @@ def check(name: str, x: torch.Tensor, is_gated: bool, lists: Lists) -> None:
         raise ValueError("offs has shape [0]; it must hold the end of one group at least, so pass None for none")
     if "counts" in lists:
         _check_counts(lists["counts"], name, x)
-
-
-def _check_gate_up(name: str, x: torch.Tensor) -> None:
-    if not ops.holds(x.shape[-1] % 2 == 0):
-        raise ValueError(f"{name} has shape {list(x.shape)}; it must be [..., 2k], gates first, so pass both halves")
 
 
 def _check_list(argument: str, given: object, dtypes: tuple[torch.dtype, ...], x: torch.Tensor) -> None:

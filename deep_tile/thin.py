@@ -66,11 +66,7 @@ def thin_gemm(
         num_sms: streaming multiprocessors to use, at most and by default all.
         pdl: programmatic dependent launch, as for `fp8_gemm`; None: unless `num_sms` is given.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
 
     The finding that tensor cores truncate, so that terms help only if sums are added outside them, is from Ootomo and
     Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak
@@ -108,8 +104,7 @@ def prenorm_gemm(
     Returns:
         `out` and `sqr_sum`.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched, and both are untouched.
+    Raises as `fp8_gemm`. Nothing has been launched, and both are untouched.
     """
     options = (None, 3, False, False, pdl, num_splits, num_sms)
     call = PRENORM_GEMM.trace if is_traced() else PRENORM_GEMM.run

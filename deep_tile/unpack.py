@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from deep_tile import _launcher, cast, launches, packed
+from deep_tile.codegen import StreamingKernel
 from deep_tile.config import SCALE_BLOCK, UNIT_ROWS, ceil_div
 from deep_tile.kinds import PACKED, Kind
 from deep_tile.operation import Given, Operation
@@ -29,6 +30,9 @@ class Unpacking(Operation):
     def in_fp8(self, kind: Kind) -> Operation:
         """What multiplies with the weight unpacked."""
         raise NotImplementedError
+
+    def casts(self, kind: Kind) -> list[StreamingKernel]:
+        return [cast.UNPACK[kind.name]]
 
     def run(self, given: Given, options: tuple) -> torch.Tensor:
         a, b = given[0], given[2]

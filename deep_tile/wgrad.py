@@ -72,11 +72,7 @@ def fp8_grouped_wgrad(
         config: the kernel to use instead of the selector's choice; its `grouping` is "k_offs".
         num_sms, pdl: as for `fp8_gemm`.
 
-    Returns:
-        `out`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (accumulate, alignment, expected_tokens, config, num_sms, pdl)
     if is_traced():
@@ -86,6 +82,14 @@ def fp8_grouped_wgrad(
 
 class GroupedWgrad(dense.Product):
     Options = Options
+    groupings = ("k_offs",)
+
+    def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
+        asked = asked.over_tokens
+        offs = torch.empty(asked.groups, dtype=torch.int32, device="meta")
+        out_dtype = asked.out_dtype or self.out_dtype
+        out = torch.empty(asked.groups, asked.m, asked.n, dtype=out_dtype, device="meta")
+        return (*asked.operands(), offs, out), Options()
 
     def check_options(self, options: Options) -> None:
         super().check_options(options)
@@ -107,7 +111,7 @@ class GroupedWgrad(dense.Product):
             raise ValueError(
                 f"dy must be [n, s] and x [k, s]; got {list(dy.shape)} and {list(x.shape)}. Tokens come last"
             )
-        dense.check_row_block_scales(self.names, given)
+        checks.check_row_block_scales(self.names, given)
         if offs.dim() != 1 or not ops.holds(offs.shape[0] > 0):
             raise ValueError(f"offs must be [g], of one group at least; got {list(offs.shape)}")
         if out.dim() == 3 and not ops.holds(out.shape[0] == offs.shape[0]):

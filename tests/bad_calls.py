@@ -32,7 +32,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Good:
-    """Arguments of right calls of everything on one device, and whether what they write to is still untouched."""
+    """Arguments of right calls of every function, on one device. Tells whether targets are untouched."""
 
     def __init__(self, device: str = "cpu"):
         self.device = device
@@ -48,7 +48,7 @@ class Good:
         self.gradients = torch.full((2, 64, 64), 7.0, device=device)
 
     def arguments(self, call: str) -> dict[str, Any]:
-        """Keywords of the function of CALLS."""
+        """Keyword arguments of the function in CALLS."""
         gemm = {**self.operands._asdict(), "out": self.guarded.out}
         targets = dict(zip(("out", "scale_out"), self._cast_out, strict=True))
         b = self.weights_of_experts
@@ -126,8 +126,8 @@ class BadCall(NamedTuple):
     Attributes:
         call: a key of CALLS.
         argument: the argument that is wrong, and that the error must name.
-        what: what is wrong with it.
-        change: from the right call's arguments by name to those that change.
+        what: the fault, in words.
+        change: a function from the right call's arguments, by name, to the changed ones.
         error: type of the error, and no other.
         seen, remedy: patterns that its text must hold: what was found, and what to do.
         needs: "kernel" where only a call that needs a kernel finds out, "gpu" where only one on a GPU does.
@@ -152,7 +152,7 @@ class BadCall(NamedTuple):
 
 
 def _one(call, argument, what, change, error, seen, remedy, needs="") -> BadCall:
-    """Of a changed value, or of a function that changes the right one."""
+    """A bad call whose `change` is the wrong value itself, or a function of the right one."""
 
     def changed(arguments: dict[str, Any]) -> dict[str, Any]:
         return {argument: change(arguments[argument]) if callable(change) else change}
@@ -183,7 +183,7 @@ class Wrapper(torch.Tensor):
 
 
 def batched(x: torch.Tensor) -> torch.Tensor:
-    """What `x` is inside of vmap."""
+    """`x` as a function sees it inside vmap."""
     leaked = []
     rows = torch.stack([x.contiguous().view(torch.uint8)] * 2).view(x.dtype)  # torch stacks no FP8
     torch.vmap(lambda row: leaked.append(row) or torch.zeros(1, device=x.device))(rows)
@@ -191,7 +191,7 @@ def batched(x: torch.Tensor) -> torch.Tensor:
 
 
 def freed(x: torch.Tensor, first_byte: int = 0, left: float = 0) -> torch.Tensor:
-    """Like `x`, in storage of which so much is left, nothing as sharding leaves weights between uses."""
+    """Like `x`, but its storage keeps only the share `left`, as sharding frees weights between uses."""
     bytes_needed = (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))) * x.itemsize
     buffer = torch.zeros(first_byte + bytes_needed, dtype=torch.uint8, device=x.device)
     view = buffer[first_byte:].view(x.dtype).as_strided(x.shape, x.stride())
@@ -215,7 +215,7 @@ KINDS = {
     "in half its storage": (lambda x: freed(x, left=0.5), ValueError, r"storage, which holds \d+",
                             "pass another tensor"),
 }
-"""How to make one of a tensor, and the error: its type, what it says was seen, and its remedy for an argument."""
+"""How to make each kind from a tensor, the error's type, what it reports as seen, and its remedy."""
 
 FLOAT_KINDS = {
     "sparse": (torch.Tensor.to_sparse, TypeError, "of layout torch.sparse_coo", r"{}\.to_dense\(\)"),
@@ -224,7 +224,7 @@ FLOAT_KINDS = {
     "conjugated": (lambda x: x.to(torch.complex64).conj(), TypeError, "torch conjugates", r"{}\.resolve_conj\(\)"),
     "a negated part": (lambda x: x.to(torch.complex64).conj().imag, TypeError, "torch negates", r"{}\.resolve_neg\(\)"),
 }
-"""What torch makes of FP32 tensors."""
+"""Kinds that torch makes from FP32 tensors."""
 
 # fmt: on
 
@@ -552,7 +552,7 @@ SILU = "silu_mul_cast_to_fp8"
 
 
 def _listed(argument, what, make, error, seen, remedy, needs="") -> BadCall:
-    """Of a cast that is given `make` of three numbers of rows, on its device, as this argument."""
+    """A bad call of a cast with `make(three row numbers)` as this argument."""
 
     def changed(given: dict[str, Any]) -> dict[str, Any]:
         numbers = torch.zeros(3, dtype=torch.int32, device=given["x"].device)
@@ -562,7 +562,7 @@ def _listed(argument, what, make, error, seen, remedy, needs="") -> BadCall:
 
 
 def _as_groups(given: dict[str, Any], groups: int) -> dict[str, Any]:
-    """Without targets, `x` in this many groups of a row, and one count too few."""
+    """Arguments without targets: `x` as `groups` groups of one row, with one count too few."""
     x = given["x"][:1].expand(groups, K)[:, None].contiguous()
     return {"x": x, "counts": torch.zeros(groups, dtype=torch.int32, device=x.device), "out": None, "scale_out": None}
 
@@ -691,7 +691,7 @@ def viewed(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _as_pairs(call: str, kind: type) -> BadCall:
-    """With each operand and its scale as one argument, as DeepGEMM has them, and nothing in the second's place."""
+    """Each operand and its scale come as one argument, as in DeepGEMM, and nothing takes the second's place."""
     first, second = OPERANDS_OF[call]
 
     def changed(given: dict[str, Any]) -> dict[str, Any]:
@@ -810,6 +810,9 @@ OF_OTHERS = [
     _one(gemm, "b", "is [k, n] and dense", lambda x: x.t().contiguous(), ValueError, "k differs",
          r"b\.t\(\)\.contiguous"),
     _one(gemm, "a", "is [k, m]", torch.Tensor.t, ValueError, "k differs", r"\[k, m\] is passed as a\.t\(\)"),
+    _one("gemm", "a", "is FP16, and b BF16", torch.Tensor.half, TypeError, "a is torch.float16", "b"),
+    _one("gemm", "out", "is float64", torch.Tensor.double, TypeError, "got torch.float64", "one of torch.bfloat16"),
+    _one(GROUPED, "offs", "is int64", torch.Tensor.long, TypeError, "got torch.int64", r"\.int\(\)"),
     _one("gemm", "b", "is [k, n]", torch.Tensor.t, ValueError, "k differs", r"b\.t\(\), which copies nothing"),
     # Bounds of groups.
     *(
@@ -833,6 +836,7 @@ OF_OTHERS = [
             *((call, "batch_invariant", 0, TypeError, FLAG)
               for call in (GROUPED, SCALED, "gemm", "fp8_linear", "fp8_gemm_cast")),
             *((SCALED_GROUPED, "fast_accum", value, TypeError, FLAG) for value in (1, 1.0)),
+            (GROUPED, "constant_weights", 1, TypeError, FLAG),
             *((call, "accumulate", 0, TypeError, FLAG) for call in (SCALED, "gemm", "int8_gemm")),
             *((WGRAD, "accumulate", value, TypeError, FLAG) for value in (1, 1.0)),
             *((call, "alignment", value, ValueError, "pass an int, a power of two")

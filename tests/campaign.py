@@ -1,4 +1,4 @@
-"""What the long runs on a GPU share, fuzz_*.py and stress.py: arguments, inputs, kernels, waiting, the report.
+"""Shared code of the long GPU runs, fuzz_*.py and stress.py: arguments, inputs, kernels, waiting, the report.
 
 A run ends with one of the statuses below and a report that counts what was done, whatever happened. Hung work cannot be
 taken back, so a run that finds some writes its report and leaves at once.
@@ -14,11 +14,11 @@ import os
 import random
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from conftest import missing_hopper
@@ -76,14 +76,16 @@ def parser(description: str, seconds: float) -> argparse.ArgumentParser:
     return result
 
 
-def add_rounds(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--first-round", type=int, default=0)
-    options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+def fuzz_parser(description: str) -> argparse.ArgumentParser:
+    """The options of a fuzzer, whose module's docstring begins with what it does."""
+    result = parser(description.splitlines()[0], seconds=60)
+    result.add_argument("--first-round", type=int, default=0)
+    result.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+    return result
 
 
 def begin(arguments: argparse.Namespace) -> str | None:
-    """To be called before anything of deep_tile, which reads its settings at their first use. Why there can be no run;
-    None where there can."""
+    """Set up the process before deep_tile reads its settings. Returns why there can be no run, or None."""
     if arguments.bounded_waits:
         os.environ[BOUNDED_WAITS] = "1"
     if arguments.seed is None:
@@ -97,7 +99,7 @@ def begin(arguments: argparse.Namespace) -> str | None:
 
 
 def seconds_left(arguments: argparse.Namespace) -> float:
-    """Of a run whose kernels are ready."""
+    """Time left for a run whose kernels are ready."""
     return min(arguments.seconds, (arguments.until or float("inf")) - time.time())
 
 
@@ -113,7 +115,7 @@ def sms_of(device: str) -> int:
 
 
 class OperandPool:
-    """Large operands, made once, from which those of many products are cut."""
+    """Large operands, made once. Each product takes a slice of them."""
 
     def __init__(self, rows: int, k: int, device: str, seed: int, *, any_bytes: bool = False):
         if any_bytes:
@@ -137,7 +139,7 @@ class OperandPool:
 
 
 class Room(NamedTuple):
-    """What a tensor needs of a buffer."""
+    """The space that a tensor takes in a buffer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -154,7 +156,7 @@ class Room(NamedTuple):
 def reserve(
     rooms: Sequence[Room], device: torch.device | str, *, fill: int = NAN_BYTE, margin: int = _MARGIN
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One buffer of bytes that are all `fill`, and tensors at their places in it, `margin` bytes or more apart."""
+    """Allocate one buffer of bytes equal to `fill`, with the tensors at their places, at least `margin` bytes apart."""
     begins, end = [], 0
     for room in rooms:
         begin = round_up(end + margin, _MARGIN) // room.dtype.itemsize + room.place.offset
@@ -191,8 +193,8 @@ def _written(view: torch.Tensor, values: torch.Tensor, room: Room) -> torch.Tens
 
 
 def load_kernels(configs: Iterable[GemmConfig], device: str, workers: int | None = None) -> dict[str, str]:
-    """Compile and load, by as many threads, in an order of chance, so that processes which load the same ones wait for
-    each other rarely; on the CPU, nothing. Names of those that cannot be, and why."""
+    """Compile and load kernels in parallel; on the CPU do nothing. The order is random, so that processes that load the
+    same kernels rarely wait for each other. Returns the error by name for each kernel that failed."""
     if not on_gpu(device):
         return {}
     index, failures = torch.cuda.current_device(), {}
@@ -240,7 +242,7 @@ class Watch:
         self._moved = time.monotonic()
 
     def add(self, *what: Any) -> None:
-        """All that the current stream has been given belongs to `what`, or to what was added before."""
+        """Attribute all work on the current stream, up to here, to `what` or to what was added before."""
         if not self._cuda:
             return
         if not self._under_way:
@@ -268,12 +270,12 @@ class Watch:
                 time.sleep(2e-5)
 
     def suspects(self) -> list[str]:
-        """What is under way."""
+        """The work that is still under way."""
         return [" ".join(map(str, what)) for _, what in self._under_way]
 
 
 def arm_backstop() -> None:
-    """From now on, until called again: ends the process, with its threads' stacks, should the host itself be stuck."""
+    """Start the timer anew: if the host itself hangs, the process ends and prints its threads' stacks."""
     faulthandler.dump_traceback_later(3 * HANG_SECONDS + 60, exit=True, file=sys.__stderr__)
 
 
@@ -285,14 +287,14 @@ def disarm_backstop() -> None:
 
 
 class Ledger:
-    """Checks whose results are read now and then, so that calls follow each other closely.
+    """Checks whose results are read in batches, so that calls follow each other closely.
 
     Attributes:
-        watch: of the calls.
-        under_way: that the GPU may be behind: fewer kernels than a stream holds before a launch waits.
+        watch: the calls under way.
+        under_way: calls that the GPU may be behind: fewer kernels than a stream holds before a launch waits.
         unsettled: checks that are read at once.
-        name: of what was drawn, in a finding.
-        examine: what more a finding says of it.
+        name: the key of the draw in a finding.
+        examine: details of a wrong draw, for its finding.
     """
 
     def __init__(
@@ -310,13 +312,13 @@ class Ledger:
         self._pending: list[tuple[int, Any, dict[str, torch.Tensor]]] = []
 
     def add(self, number: int, drawn: Any, faults: dict[str, torch.Tensor]) -> None:
-        """A call of a round, which is enqueued, and how much is wrong about it, by kind, on the device."""
+        """Add an enqueued call and its faults: counts by kind, on the device."""
         self.note(number, drawn, faults)
         self.watch.add(f"round {number}:", drawn)
         self.watch.drain(self._under_way)
 
     def note(self, number: int, drawn: Any, faults: dict[str, torch.Tensor]) -> None:
-        """The same of what nobody waits for."""
+        """Add faults without waiting for their call."""
         self._pending.append((number, drawn, faults))
 
     def end_round(self) -> None:
@@ -324,7 +326,7 @@ class Ledger:
             self.settle()
 
     def settle(self) -> None:
-        """Read what the checks have found."""
+        """Read the faults of all pending checks."""
         self.watch.drain()
         counts = [count for _, _, faults in self._pending for count in faults.values()]
         found = iter(torch.stack(counts).tolist() if counts else ())
@@ -336,22 +338,74 @@ class Ledger:
                 self._report.find("wrong", round=number, elements=wrong, **{self._name: str(drawn)}, **more)
 
 
-class Rounds(Protocol):
-    """What is drawn and checked round after round."""
+class Fuzzer:
+    """Rounds of a seed. Each draws a call from its own number, makes it, and counts what is wrong about it.
+
+    A fuzzer says how in `load`, `check_round` and `counts`, and where a finding shall say more, in `examine`.
+
+    Attributes:
+        UNDER_WAY, UNSETTLED, DRAWN: limits and `name` of its `Ledger`.
+        noise: enqueues kernels in another stream.
+        drawn: the round's draw, for findings.
+        calls: the calls made, by what they are.
+    """
+
+    UNDER_WAY, UNSETTLED, DRAWN = 2, 64, "draw"
+    examine: Callable[[Any], dict[str, Any]] | None = None
+
+    def __init__(self, arguments: argparse.Namespace, report: "Report"):
+        self.arguments, self.report = arguments, report
+        self.seed, self.device = arguments.seed, arguments.device
+        self.num_sms, self.noise = sms_of(self.device), noise(self.device)
+        limits = {"under_way": self.UNDER_WAY, "unsettled": self.UNSETTLED}
+        self.ledger = Ledger(Watch(self.device), report, **limits, name=self.DRAWN, examine=self.examine)
+        self.drawn: Any = ""
+        self.calls: Counter[str] = Counter()
 
     def load(self) -> None:
-        """Compile, load and make what all rounds need."""
+        """Make what all rounds need. By default nothing: kernels are loaded at their first calls."""
 
-    ledger: Ledger
+    def load_kernels(
+        self, configs: Iterable[GemmConfig], may_be_refused: Callable[[GemmConfig, str], bool] = lambda *_: False
+    ) -> list[GemmConfig]:
+        """Compile and load kernels; return those that could be. The others are findings, unless they may be refused."""
+        begun, configs = time.perf_counter(), list(configs)
+        failures = load_kernels(configs, self.device, self.arguments.workers)
+        failed = {config: failures[config.name] for config in configs if config.name in failures}
+        refused = [config.name for config, text in failed.items() if may_be_refused(config, text)]
+        for config, text in failed.items():
+            if config.name not in refused:
+                self.report.find("not compiled", config=config.name, error=text[-600:])
+        loaded = [config for config in configs if config not in failed]
+        self.report.fields |= {
+            "configs_refused": sorted(refused),
+            "configs_loaded": len(loaded),
+            "loading_seconds": round(time.perf_counter() - begun, 1),
+        }
+        return loaded
 
-    def run_round(self, number: int) -> None: ...
+    def run_round(self, number: int) -> None:
+        """One call; a refusal of it is a finding."""
+        self.drawn = ""
+        try:
+            faults = self.check_round(random.Random(f"{self.seed}:{number}"), number)
+        except (TypeError, ValueError) as error:
+            self.report.find("refused", round=number, error=str(error), **{self.DRAWN: str(self.drawn)})
+            return
+        self.ledger.add(number, self.drawn, faults)
+        self.ledger.end_round()
+
+    def check_round(self, source: random.Random, number: int) -> dict[str, torch.Tensor]:
+        """Set `drawn`, make the call, count it in `calls`, and return the faults by kind, on the device."""
+        raise NotImplementedError
 
     def counts(self) -> dict[str, Any]:
-        """What the report says of all rounds."""
+        """The report's numbers of all rounds, whose calls are made twice."""
+        return {"calls_that_copy": 2 * self.calls.total(), "calls": dict(sorted(self.calls.items()))}
 
 
-def run_rounds(rounds: Rounds, arguments: argparse.Namespace, report: "Report") -> None:
-    """In a stream of their own, until time or their number is over."""
+def run_rounds(rounds: Fuzzer, arguments: argparse.Namespace, report: "Report") -> None:
+    """Run rounds on a stream of their own until their time or number is reached."""
     rounds.load()
     if on_gpu(arguments.device):
         torch.cuda.synchronize()
@@ -393,7 +447,7 @@ class Report:
         self.findings: list[dict[str, Any]] = []
 
     def find(self, kind: str, **details: Any) -> None:
-        """Count a finding, and keep and print the first ones; of a launch that hung, what its warps waited for."""
+        """Count a finding; keep and print the first ones. For a hang, add the report of the bounded waits."""
         if self.fields["bounded_waits"] and kind in ("hang", "failure"):
             details["waits"] = watch.report()
         self.found[kind] = self.found.get(kind, 0) + 1
@@ -402,7 +456,7 @@ class Report:
             print(f"FOUND {kind}: {details}", file=sys.stderr, flush=True)
 
     def adopt(self, found: dict[str, int], findings: list[dict[str, Any]]) -> None:
-        """Add what another run has found."""
+        """Add the findings of another run."""
         self.findings += findings
         for kind, count in found.items():
             self.found[kind] = self.found.get(kind, 0) + count
@@ -432,7 +486,7 @@ class Report:
 
 
 def leave(status: int) -> int:
-    """The status to return, or the end of the process where the GPU still works on what never ends."""
+    """Return the status. Where the GPU still runs work that never ends, end the process instead."""
     if status in (HANG, FAILED):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -441,13 +495,12 @@ def leave(status: int) -> int:
 
 
 def fuzz(
-    fuzzer: Callable[[argparse.Namespace, Report], Rounds],
+    fuzzer: type[Fuzzer],
     name: str,
     options: argparse.ArgumentParser,
     arguments: list[str] | None,
 ) -> int:
-    """The `main` of a fuzzer, whose report has this name."""
-    add_rounds(options)
+    """The `main` of a fuzzer, whose report has this name and whose options are `fuzz_parser`'s."""
     chosen = options.parse_args(arguments)
     reason = begin(chosen)
     if reason:

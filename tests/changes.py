@@ -1,4 +1,5 @@
-"""What a run of tests has to look at more closely: files that differ from a commit.
+"""The files that differ from the base commit. The base is where the branch left main or, on main, the commit before, so
+that whoever repeats a run gets the same list.
 
 That is the commit where the branch left main, or, on main itself, the one before: the same for whoever repeats the run.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 VARIABLE = "DEEP_TILE_TEST_BASE"
-"""Of the environment, for all processes of a run. conftest.py sets it."""
+"""The environment variable with the base commit, for all processes of a run. conftest.py sets it."""
 
 EVERYTHING = "all"
 
@@ -21,11 +22,11 @@ OF_FUZZERS = (
     *("tests/expected*.py", "tests/helpers.py", "deep_tile/dense.py", "deep_tile/wgrad.py", "deep_tile/plan.py"),
     "deep_tile/select/*",
 )
-"""Files, as patterns, that tests of the fuzzers and of the stress run are about."""
+"""File patterns for tests of the fuzzers and of the stress run."""
 
 
 def base() -> str:
-    """A commit; "all" where everything is to be looked at; nothing where git cannot say what differs."""
+    """The base commit; "all" to treat every file as changed; empty if git cannot tell."""
     return os.environ.get(VARIABLE, EVERYTHING)
 
 
@@ -46,7 +47,7 @@ def changed_paths(commit: str) -> set[str]:
 
 
 def may_have_changed(*patterns: str) -> bool:
-    """Whether a file like these did, or everything is to be looked at."""
+    """Whether any file that matches these patterns changed, or every file counts as changed."""
     if base() in (EVERYTHING, ""):
         return base() == EVERYTHING
     return any(fnmatch.fnmatchcase(path, pattern) for path in _changed_since_base() for pattern in patterns)
@@ -58,7 +59,7 @@ def _changed_since_base() -> set[str]:
 
 
 def told() -> str:
-    """For the first lines of a run."""
+    """The text for the first lines of a run."""
     if base() == EVERYTHING:
         return "every kernel is compiled, every proof made"
     against = f"since {base()[:12]}" if base() else "as far as one can tell without git"
@@ -67,7 +68,7 @@ def told() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints, or nothing: there may be no git, no repository, and no such commit."""
+    """Git's output; empty without git, a repository or that commit."""
     try:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""Which kernels a run of tests compiles: those that its change touches (changes.py), as many as there is time for.
+"""The kernels that a test run compiles: those that the change touches (changes.py), as many as there is time for.
 
 Whatever changed, a few are compiled that have every kind, layout, epilogue and mechanism between them. `--all-kernels`
 compiles all, and `make test-kernels` does before a release.
@@ -44,8 +44,8 @@ USERS: dict[str, Callable[[GemmConfig], bool]] = {
     "accumulate.cuh": lambda config: not config.product.promotes,
     **dict.fromkeys(("mainloop.cuh", "promotion.cuh"), lambda config: config.product.promotes),
 }
-"""Which products have code of a header; all have that of others among those that gemm.cuh includes. Casts and the
-debug build are compiled in any run."""
+"""Products by header: which of them contain its code. All products contain the other headers that gemm.cuh includes.
+Casts and the debug build are compiled in every run."""
 
 
 def touched(base: str, paths: Iterable[str]) -> list[GemmConfig]:
@@ -71,7 +71,7 @@ def headers_of_products() -> set[str]:
 
 
 def _of_other_text(base: str) -> set[str]:
-    """Names of kernels that the commit's lists lack, or that its modules make other texts for, of the same headers."""
+    """Names of kernels that the base commit lacks, or for which it generates another text with the same headers."""
     try:
         with same_code.files_of(base) as before, ThreadPoolExecutor(2) as pool:
             shutil.rmtree(before / "include")
@@ -83,7 +83,7 @@ def _of_other_text(base: str) -> set[str]:
 
 
 def features(config: GemmConfig) -> list[tuple]:
-    """What is looked for in kernels, alone and with another."""
+    """Features of a kernel that must each occur, alone and in pairs."""
     described = ("kind", "layout", "output", "bias", "activation", "grouping", "accumulate", "tma_store")
     mechanisms = ("split_k", "scale_blocks", "resident_b", "pairs", "block_sets", "takes_turns", "carries_descriptors")
     mechanisms = (*mechanisms, "queues_blocks", "ends_apart", "reads_runs")
@@ -97,9 +97,8 @@ def features(config: GemmConfig) -> list[tuple]:
 def covering(
     configs: Iterable[GemmConfig], together: int, most: int, beside: Iterable[GemmConfig] = ()
 ) -> list[GemmConfig]:
-    """Few configs that have all sets of so many features between them that go together, but for those that others have
-    `beside` them: first the one with the most new ones, of such the one with the most accumulators, next to which
-    registers are scarce."""
+    """Choose few configs that have every possible set of `together` features which `beside` lacks. Greedy: the config
+    with the most new sets comes next; of equal ones, that with the most accumulators, where registers are scarce."""
     bits: dict[tuple, int] = {}
 
     def mask(config: GemmConfig) -> int:
@@ -118,7 +117,7 @@ def covering(
 
 
 def drawn(count: int) -> Iterator[GemmConfig]:
-    """Of anything that a call can ask for: what no list thinks of."""
+    """Random legal configs, for combinations that no list contains."""
     random = Random(25)
     for _ in range(count):
         kind = random.choice([*KINDS.values()])

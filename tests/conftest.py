@@ -1,4 +1,4 @@
-"""What tests share: a kernel cache of their own, a command line, and the reason why GPU tests do not run here."""
+"""Fixtures that all tests share: a kernel cache, a command line, and the reason why GPU tests are skipped."""
 
 import functools
 import os
@@ -9,6 +9,7 @@ import changes
 import pytest
 import torch
 from filelock import FileLock
+from pretending import fake_driver, run_pretending  # noqa: F401
 
 from deep_tile import jit, settings
 from deep_tile.tools import cli
@@ -38,8 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has tests print as to a file. One of several processes of a run takes one core: threads that wait for theirs are
-    as busy as those that work."""
+    """Make tests print as to a file. Each process of a parallel run uses one thread: threads that spin for a core slow
+    down those that work."""
     for size in ("COLUMNS", "LINES"):  # xdist's, of a terminal that tests do not have
         os.environ.pop(size, None)
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -53,8 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begins with what keeps all cores busy: short tests are left for the end, when processes run out of work. Of a
-    module's tests that are `about` files none of which changed, one in FEWER is left."""
+    """Run long tests first, so that no process is left with one at the end. Of tests marked `about` unchanged files,
+    keep one in FEWER per module."""
     items.sort(key=lambda item: item.path.stem not in COMPILING)
     seen, unchanged = Counter(), []
     for item in items:
@@ -86,14 +87,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory):
-    """One folder for all processes of this run of pytest."""
+    """One folder for all processes of this test run."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")
 def made_once(run_folder):
-    """`made_once(name, make)` is what `make()` returns, called by the first process that asks, and pickled."""
+    """`made_once(name, make)` returns `make()`, which the first process runs; the others read its pickled result."""
 
     def get(name: str, make):
         file = run_folder / name
@@ -107,7 +108,7 @@ def made_once(run_folder):
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(run_folder):
-    """One cache folder for the session, whose processes share it: kernels compile afresh, and once."""
+    """All processes of the session share one empty kernel cache, so that each kernel compiles once."""
     folder = run_folder / "kernel_cache"
     folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -117,9 +118,8 @@ def kernel_cache(run_folder):
 
 @pytest.fixture
 def quick_compiler(request, monkeypatch, tmp_path):
-    """Kernels are compiled to the code of an empty one, into a cache of the test's own: for tests that count kernels or
-    need them out of the way, and look at no code. Those that are compiled in earnest are test_codegen.py's, and those
-    of GPU tests, which launch them."""
+    """Every kernel compiles to the cubin of an empty kernel, into the test's own cache. For tests that count kernels or
+    never look at their code; test_codegen.py compiles real ones, and GPU tests launch them."""
     if request.node.get_closest_marker("gpu"):
         yield
         return

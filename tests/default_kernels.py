@@ -1,4 +1,4 @@
-"""Kernels the selector can choose, what must be true of each with any NVRTC, and its machine code."""
+"""Kernels that the selector can choose, the properties that each must have with any NVRTC, and its machine code."""
 
 import re
 import subprocess
@@ -69,8 +69,8 @@ KINDS_CONFIGS = (
     *grouped_configs("k_offs", True, False, output="bf16")[1::3],
     *grouped_configs("k_offs", True, True, output="bf16")[::4],
 )
-"""Of other kinds than FP8 with block scales, or other formats than BF16. What is left out differs in a word of an
-instruction, or how it stores."""
+"""Other kinds than FP8 with block scales, and other output formats than BF16. Those left out differ in one word of an
+instruction or in how they store."""
 
 FINISHED_CONFIGS = (
     *default_configs(True, "fp8", None, False, "bf16", "none")[::4],
@@ -95,7 +95,7 @@ FINISHED_CONFIGS = (
     *default_configs(False, "int8_rows", "fp32", False, "fp32", "none")[3::4],
     *default_configs(True, "int8_unscaled", "bf16", False, "fp32", "silu")[::4],
 )
-"""With a bias or an activation: some of each kind's tiles with some of both."""
+"""Kernels with a bias or an activation: some tiles of each kind with some of both."""
 
 LEGAL_CONFIGS = (
     *(deepest_config(64, block_n, scale_blocks=4) for block_n in (16, 32, 64)),
@@ -104,7 +104,7 @@ LEGAL_CONFIGS = (
     deepest_config(64, 256),
     deepest_config(64, 16, kind="bf16"),
 )
-"""What no selector chooses, and callers may ask for: mechanisms and tiles that the others lack."""
+"""Legal configs that no selector chooses but a caller may pass: mechanisms and tiles that the others lack."""
 
 EVERY_CONFIG = (*FIRST_CONFIGS, *default_configs(False), *KINDS_CONFIGS, *FINISHED_CONFIGS, *LEGAL_CONFIGS)
 
@@ -113,17 +113,17 @@ SM_REGISTERS = 64 * 1024
 INSTRUCTION_BYTES = 16
 
 PREFETCHED_CODE_BYTES = 66 * 1024
-"""What a launch brings along; of more code, none. 1024x2112x7168 takes 27.3 us with 66.7 KB and 27.2 with 64.5,
-and 19 % more time is known of 86 KB (H200, 2026-11-22 and 24)."""
+"""Most code that a launch prefetches; of larger code it prefetches nothing. 1024x2112x7168 takes 27.3 us with 66.7 KB
+and 27.2 us with 64.5 KB; 86 KB cost 19 % (H200, 2026-11-22 and 24)."""
 
 
 PACKED_GROUPS_CODE_BYTES = 82 * 1024
-"""Of groups with packed weights, where two more roles walk the schedule of groups: more than a launch brings along. Of
-INT4, whose columns have scales, some 81 KB."""
+"""Most code of groups with packed weights, where two more warp roles walk the group schedule. It exceeds the prefetch
+limit: INT4 with a scale per column takes 81 KB."""
 
 
 def flaws(config: GemmConfig, compiled: jit.Compiled) -> list[str]:
-    """What is wrong with a compiled kernel."""
+    """The defects of a compiled kernel."""
     usage = jit.resource_usage(compiled.log)
     code_bytes = sum(section.stop - section.start for section in sass.code_sections(compiled.cubin))
     found = [*usage.warnings, *compiled.divergence]
@@ -147,7 +147,8 @@ def disassembly(cubin: bytes, folder: Path) -> list[str]:
 
 
 def disassemblies(cubins: Iterable[bytes], folder: Path) -> list[list[str]]:
-    """The same of many kernels, whose code nvdisasm reads as one: a tenth of the work, most of which is its start.
+    """Disassemblies of many kernels. One nvdisasm call reads them as one file, a tenth of the work, since most of it is
+    start-up. Addresses count from the first kernel, and jumps have no labels.
 
     Addresses are counted from the first kernel on, and jumps have no labels.
     """

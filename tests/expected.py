@@ -1,4 +1,4 @@
-"""What a product of any operands may be: of scales that are zero, denormal, huge or negative, of NaN and infinity.
+"""The values that a product may have for any operands: scales that are zero, denormal, huge or negative, NaN, infinity.
 
 Written apart from deep_tile.reference, and from helpers.exact_product, which knows finite sums only. The kernels
 multiply the two scales of a K block of 128, then that block's sum of e4m3 products, and add such terms up, all in FP32.
@@ -20,15 +20,15 @@ ROUNDS_TO_INFINITY = (2 - 2**-8) * 2.0**127
 """Half way from the largest BF16 number to the next, which there is not."""
 
 SMALLEST_STEPS = 2.0**-133
-"""Rounding of a BF16 denormal, and of the FP32 denormals that were added up."""
+"""Rounding of a BF16 denormal, and of the FP32 denormals in its sum."""
 
 
 class Expected(NamedTuple):
-    """What each element of a product may be, all of shape [m, n].
+    """The permitted values of each element of a product [m, n].
 
     Attributes:
-        value: in float64, the sum of its finite terms.
-        allowed: how far off a finite result may be.
+        value: the sum of its finite terms, in float64.
+        allowed: the largest error of a finite result.
         finite, positive, negative, nan: whether the result may be finite, infinity, minus infinity, NaN.
     """
 
@@ -41,12 +41,12 @@ class Expected(NamedTuple):
 
     @classmethod
     def of(cls, exact: Exact) -> "Expected":
-        """Of sums that are far from the end of FP32's range."""
+        """Permit only the sum and its rounding: for sums far from the limits of FP32."""
         yes = torch.ones_like(exact.value, dtype=torch.bool)
         return cls(exact.value, _allowed(exact.value, exact.spread), yes, ~yes, ~yes, ~yes)
 
     def wrong(self, out: torch.Tensor) -> torch.Tensor:
-        """Which elements of `out` are none of what they may be. Enqueues work on their device and does not wait."""
+        """Which elements of `out` have no permitted value. Enqueues work on their device and does not wait."""
         near = (out.double() - self.value).abs() <= self.allowed
         right = (
             (self.finite & out.isfinite() & near)
@@ -57,7 +57,7 @@ class Expected(NamedTuple):
         return ~right
 
     def describe(self, index: tuple[int, ...]) -> str:
-        """What one element may be."""
+        """Describe the permitted values of one element."""
         kinds = [name for name in ("positive", "negative", "nan") if getattr(self, name)[index]]
         if self.finite[index]:
             kinds.append(f"{self.value[index].item()} within {self.allowed[index].item():.2g}")
@@ -69,7 +69,7 @@ def _allowed(value: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
 
 
 class _Terms(NamedTuple):
-    """The terms of all sums, by K block: [k blocks, m, n].
+    """The terms of all sums, one per K block: [k blocks, m, n].
 
     Attributes:
         scale: product of the two scales, FP32.
@@ -85,7 +85,7 @@ class _Terms(NamedTuple):
 
 
 def expected_product(operands: Operands, *, by_definition: bool = False) -> Expected:
-    """Of a kernel, or of deep_tile.reference.
+    """The permitted values of a kernel's product, or of deep_tile.reference's.
 
     Args:
         by_definition: of the reference, which multiplies each operand by its scale first, in FP32, and has one right
@@ -117,8 +117,8 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Infinities(NamedTuple):
-    """Where infinite terms decide, [m, n] each: which signs there are, whether one is not sure, and whether the sum can
-    only be NaN."""
+    """Elements with infinite terms, [m, n] each: the signs that occur, whether one is uncertain, and whether the sum
+    must be NaN."""
 
     up: torch.Tensor
     down: torch.Tensor
@@ -127,7 +127,7 @@ class _Infinities(NamedTuple):
 
 
 def _infinities(terms: _Terms, infinite: torch.Tensor) -> _Infinities:
-    """Of the terms that are `infinite`, and of NaN."""
+    """Classify the `infinite` terms and NaN."""
     scale, block, spread, _ = terms
     nothing = spread == 0
     sure = block.abs() > ACCUMULATION * spread
@@ -158,7 +158,7 @@ def _promoted(terms: _Terms) -> Expected:
 
 
 def _loosened(expected: Expected, terms: _Terms, operands: Operands) -> Expected:
-    """What the reference may give besides, where it scales each operand by itself."""
+    """Add the values that the reference may give instead, since it scales each operand separately."""
     n, k = operands.b.shape
     columns = torch.arange(n, device=operands.b.device) // SCALE_BLOCK
     largest_a, largest_b = (

@@ -1,4 +1,4 @@
-"""What casts, and what stands beside them, must make of any tensors: of zeros, denormals, huge numbers, NaN, any list.
+"""The results that casts and related kernels must give for any tensors: zeros, denormals, huge numbers, NaN, any list.
 
 Written anew from the documented formulas, apart from deep_tile.quantize and deep_tile.experts: in float64, each step
 rounded to FP32 where the formula says so. That rounds once, since float64 holds products of FP32 numbers exactly, and
@@ -16,14 +16,13 @@ from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 LARGEST_E4M3 = 448.0
 
 _QUOTIENT = 2.0**-22
-"""Relative error of quotients, and of scales where they are rounded, in casts of an activation."""
+"""Relative error of quotients, and of rounded scales, in casts of an activation."""
 
 _SMALLEST_SIGMOID = 2.0**-126
 
 
 class Rounding(NamedTuple):
-    """How a cast rounds: the lower bound of a block's largest magnitude, whether a scale is a power of two, and whether
-    divisions are products with reciprocals."""
+    """How a cast rounds: the lower bound of a block's amax, power-of-two scales, and division by reciprocals."""
 
     amax_floor: float
     pow2: bool = False
@@ -43,7 +42,7 @@ def fp32(x: torch.Tensor) -> torch.Tensor:
 
 
 def cast(x: torch.Tensor, block_rows: int, rounding: Rounding) -> Cast:
-    """Of a matrix of any dtype; `block_rows` and 128 columns share a scale."""
+    """Cast a matrix of any dtype; `block_rows` x 128 elements share a scale."""
     blocks = _blocks(fp32(x), block_rows)
     amax = blocks.abs().amax((1, 3))
     scale = _scale(_at_least(amax, rounding.amax_floor), rounding)
@@ -74,25 +73,25 @@ def _scale(amax: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 
 def _power_above(amax: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is no smaller than amax / 448; 448 is 0.875 * 2^9. Made of the bits of float64."""
+    """The smallest power of two >= amax / 448, from the bits of float64; 448 is 0.875 * 2^9."""
     mantissa, exponent = amax.frexp()
     exponent = exponent.long() - 9 + (mantissa > LARGEST_E4M3 / 2**9)
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def codes_differ(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Which bytes of e4m3 differ, but for the sign of NaN."""
+    """Which e4m3 bytes differ; NaN of either sign is equal."""
     both_nan = ((got & wanted) & 0x7F) == 0x7F
     return (got != wanted) & ~both_nan
 
 
 def numbers_differ(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Which numbers have other bits, but for those of NaN."""
+    """Which numbers differ in their bits; any NaN equals any other."""
     words = {2: torch.int16, 4: torch.int32}[got.element_size()]
     return (got.view(words) != wanted.view(words)) & ~(got.isnan() & wanted.isnan())
 
 
-# Which rows are cast.
+# Living rows.
 
 
 def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -105,8 +104,8 @@ def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def living_tokens(offs: list[int], tokens: int, alignment: int) -> tuple[list[bool], list[bool]] | None:
-    """For a cast along tokens, by group ends: of each token whether it is of a group, and of each 128 whether one is.
-    None where ends fall, and nothing is promised but that no other memory is touched."""
+    """Living tokens of a cast along tokens, from group ends: a flag per token and one per block of 128 tokens. None if
+    the ends decrease: then a call only promises to touch no other memory."""
     ends = [max(end, 0) for end in offs]
     if ends != sorted(ends):
         return None
@@ -131,7 +130,7 @@ class Gating(NamedTuple):
 def silu_mul_faults(
     gate_up: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, gating: Gating, rounding: Rounding
 ) -> dict[str, torch.Tensor]:
-    """Which scales and elements of a matrix are a cast of no numbers that the activation may be."""
+    """Which scales and elements cannot result from any permitted value of the activation."""
     low, high = (_blocks(bound, 1)[:, 0] for bound in _silu_mul_bounds(gate_up, gating))
     largest = torch.maximum(-low, high).amax(2)
     smallest = torch.maximum(low, -high).clamp(min=0).amax(2)
@@ -173,7 +172,7 @@ def _silu_mul_bounds(gate_up: torch.Tensor, gating: Gating) -> tuple[torch.Tenso
     return value - error, value + error
 
 
-# What stands beside casts.
+# Other kernels.
 
 
 def combined(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -187,7 +186,7 @@ def combined(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> tor
 
 
 def dequantized(x: torch.Tensor, scale: torch.Tensor, block_rows: int) -> torch.Tensor:
-    """Of matrices, in FP32."""
+    """The dequantised matrix, in FP32."""
     each = scale.double().repeat_interleave(block_rows, 0).repeat_interleave(SCALE_BLOCK, 1)
     return (x.float().double() * each[: x.shape[0], : x.shape[1]]).float()
 
@@ -195,8 +194,8 @@ def dequantized(x: torch.Tensor, scale: torch.Tensor, block_rows: int) -> torch.
 def sorting_faults(
     chosen: torch.Tensor, experts: int, alignment: int, rows: torch.Tensor, offs: torch.Tensor, index: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """What `sort_by_expert` has wrong: ends of experts, places of choices, tokens of rows. In which order rows of one
-    expert are is free."""
+    """Errors of `sort_by_expert`: ends of experts, places of choices, tokens of rows. The order within an expert is
+    free."""
     choice = torch.where((chosen >= 0) & (chosen < experts), chosen, experts).flatten().long()
     real, token = choice < experts, torch.arange(len(choice), device=chosen.device) // max(chosen.shape[1], 1)
     counts = torch.zeros(experts + 1, dtype=torch.long, device=chosen.device)

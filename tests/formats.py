@@ -1,4 +1,4 @@
-"""Weights of every format that `to_blocks` takes, drawn at random, and what they stand for; of tests and the fuzzer."""
+"""Random weights in every format of `to_blocks`, and their exact values, for tests and the fuzzer."""
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,12 @@ BY_POWERS = ["fp8_32x32", "mxfp8", "mxfp4"]
 
 
 NAMES_OF_PACKED = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "int4": "int4_128"}
-"""By the names of kinds of products."""
+"""Format names by the kind of the product."""
 
 
 def fp8_product(name, a, a_scale, b, b_scale, **options):
-    """With an FP8 weight, by the scales that it has. Of one K block scales of 1x128 would be taken for those of rows,
-    which are applied in another order: a K block of zeros tells them apart."""
+    """Multiply with an FP8 weight by its scales. With a single K block, 1x128 scales would be taken for scales of rows,
+    which apply in another order; an added K block of zeros tells them apart."""
     if not name.startswith("int4"):
         return deep_tile.fp8_gemm(a, a_scale, b, b_scale, batch_invariant=True, **options)
     if a.shape[1] <= 128:
@@ -36,8 +36,8 @@ def spread(x: torch.Tensor, block: tuple[int, int], shape: tuple[int, int], firs
 
 
 def draw(name: str, shape: tuple[int, ...], device: str = "cpu", spread_of_scales: int = 4, firsts=(0, 0)):
-    """A weight of a format, its scale, other arguments, and in float64 what they stand for. Every code but NaN; scales
-    are powers of two in half of the draws of formats that may have others."""
+    """Draw a weight in a format, its scale, other arguments, and the exact values in float64. Every code occurs but
+    NaN. Half of the draws have power-of-two scales where the format permits others. Codes are drawn on the device."""
     *leading, n, k = shape
     of = FORMATS[name]
     block = of.rows or firsts[0] + n, of.columns or firsts[1] + k
@@ -55,17 +55,18 @@ def draw(name: str, shape: tuple[int, ...], device: str = "cpu", spread_of_scale
         mantissas = 1 + torch.rand(groups) * (torch.rand(()) < 0.5)
         scale = torch.exp2(exponents.float()) * mantissas
     if of.packed:
-        weight = torch.randint(0, 256, (*leading, n, k // 2), dtype=torch.uint8)
-        of_codes = INT4 if name.startswith("int4") else E2M1
-        values = of_codes[torch.stack([weight % 16, weight // 16], -1).flatten(-2).long()]
+        weight = torch.randint(0, 256, (*leading, n, k // 2), dtype=torch.uint8, device=device)
+        of_codes = (INT4 if name.startswith("int4") else E2M1).to(device)
+        values = of_codes[torch.stack([weight % 16, weight // 16], -1).flatten(-2).int()]
     else:
-        weight = torch.randint(0, 255, (*leading, n, k), dtype=torch.uint8)
-        weight[weight % 128 == 127] = 3
-        weight = weight.view(FP8_DTYPE)
-        values = weight.double()
-    exact = values * spread(scale, block, (n, k), firsts) * factor
+        weight = torch.randint(0, 255, (*leading, n, k), dtype=torch.uint8, device=device)
+        weight = weight.masked_fill(weight % 128 == 127, 3).view(FP8_DTYPE)
+        values = weight.float().double()
+    scale = scale.to(device)
+    factor = factor.to(device) if isinstance(factor, torch.Tensor) else factor
+    exact = values * spread(scale.float(), block, (n, k), firsts) * factor
     if name == "fp8_channel":
         scale = scale[..., 0]
     elif name == "fp8_tensor":
         scale = scale[..., 0, 0]
-    return weight.to(device), scale.to(device), arguments, exact
+    return weight, scale, arguments, exact

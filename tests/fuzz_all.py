@@ -1,4 +1,4 @@
-"""All fuzzers side by side on one GPU, several processes of each, and one report of what they did together.
+"""Run all fuzzers side by side on one GPU, several processes of each, and write one report.
 
     PYTHONPATH=. python tests/fuzz_all.py --seconds 420 --out all.json [--seed N] [--processes gpu=4 casts=2 stress=1]
 
@@ -38,22 +38,22 @@ COMMANDS = {
     "train": ("fuzz_train.py",),
     "stress": ("stress.py", "--configs", "64"),
 }
-"""By name; kernels are so few that 16 cores compile them within a minute or two."""
+"""Commands by name. Kernels are so few that 16 cores compile them within a minute or two."""
 
-PROCESSES = {"gpu": 4, "groups": 3, "kinds": 4, "casts": 4, "formats": 1, "logits": 1, "thin": 1, "train": 1}
-"""For 16 cores. `stress` holds the SMs up on purpose, and is left out unless it is asked for."""
+PROCESSES = {"gpu": 4, "groups": 3, "kinds": 4, "casts": 4, "formats": 2, "logits": 1, "thin": 1, "train": 1}
+"""Processes of each fuzzer, for 16 cores. `stress` occupies SMs on purpose, so it runs only on request."""
 
 COUNTS = ("products", "calls_that_copy", "rounds", "configs")
-"""Of a process's report, summed up."""
+"""Fields of a process's report that are summed up."""
 
 GRACE_SECONDS = 60.0
-"""That a process may go on for: more than a hang takes to be noticed."""
+"""Seconds that a process may run on: longer than it takes to notice a hang."""
 
 _TAIL = 3000
 
 
 class Process(NamedTuple):
-    """One of a fuzzer's."""
+    """One process of a fuzzer."""
 
     name: str
     command: tuple[str, ...]
@@ -70,7 +70,7 @@ class Process(NamedTuple):
         return self.folder / f"{self.name}.log"
 
     def repeated(self, finding: dict[str, Any]) -> dict[str, Any]:
-        """A finding, with whose it is and, where it names its round, what repeats it."""
+        """The finding with its process, its seed and, if it names a round, the command that repeats it."""
         whose = {"process": self.name, "seed": self.seed}
         if "round" in finding:
             command = " ".join(("tests/" + self.command[0], *self.command[1:]))
@@ -79,7 +79,7 @@ class Process(NamedTuple):
 
 
 def counts_of(texts: list[str]) -> dict[str, int]:
-    """From "gpu=4 casts=2"."""
+    """Parse "gpu=4 casts=2"."""
     counts = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -91,7 +91,7 @@ def counts_of(texts: list[str]) -> dict[str, int]:
 
 @contextmanager
 def started(arguments: argparse.Namespace, counts: dict[str, int], folder: Path) -> Iterator[list[Process]]:
-    """All processes, until they are given up."""
+    """Start all processes, and kill them at the end."""
     names = [(name, number) for name, count in counts.items() for number in range(count)]
     limits = ["--seconds", str(arguments.seconds), "--until", str(time.time() + arguments.seconds)]
     limits += ["--device", arguments.device, "--workers", str(max(1, 2 * (os.cpu_count() or 1) // len(names)))]
@@ -119,7 +119,7 @@ def _start(name: str, command: tuple[str, ...], seed: int, folder: Path, limits:
 
 
 def wait(processes: list[Process], seconds: float) -> None:
-    """Until all have ended, or this long."""
+    """Wait until all processes have ended, at most this long."""
     end, left = time.monotonic() + seconds, list(processes)
     while left and time.monotonic() < end:
         time.sleep(0.05)
@@ -129,7 +129,7 @@ def wait(processes: list[Process], seconds: float) -> None:
 
 
 def judge(process: Process, report: Report) -> dict[str, Any]:
-    """Add a process's findings, and that it failed if it did; what it counted."""
+    """Add a process's findings and, if it failed, that failure. Returns its counts."""
     status = process.running.poll()
     if status is None or not process.report.exists():
         why = "has no end" if status is None else f"ended with status {status} and no report"
@@ -150,7 +150,7 @@ def _tail(log: Path) -> str:
 
 
 def summed(counted: dict[str, dict[str, Any]], report: Report) -> dict[str, Any]:
-    """Counts of all together, and of each fuzzer's processes."""
+    """Sum the counts, in total and by fuzzer."""
 
     def total(reports: list[dict[str, Any]]) -> dict[str, int]:
         return {name: sum(one.get(name, 0) for one in reports) for name in COUNTS}

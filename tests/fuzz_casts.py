@@ -1,4 +1,4 @@
-"""Any cast to FP8, and any call that copies on the way, checked: values, what lies around results, repeatability.
+"""Check any cast to FP8, and any call that copies its inputs: values, memory around results, repeatability.
 
     PYTHONPATH=. python tests/fuzz_casts.py --seconds 120 --out casts.json [--seed N] [--first-round R --rounds 1]
 
@@ -11,33 +11,18 @@ what is wrong are read now and then. A round depends on the seed and its number 
 Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
 
-import argparse
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 from random import Random
 from typing import Any, NamedTuple
 
+import campaign
 import expected_casts
 import torch
-from campaign import (
-    NAN_BYTE,
-    Ledger,
-    Report,
-    Room,
-    Watch,
-    fuzz,
-    lay_out,
-    load_kernels,
-    noise,
-    on_gpu,
-    parser,
-    reserve,
-    sms_of,
-)
+from campaign import NAN_BYTE, Room, fuzz, fuzz_parser, lay_out, on_gpu, reserve
 from expected_casts import Cast, Gating, Rounding, codes_differ, numbers_differ
 from helpers import ACCUMULATION, ROUNDING, Exact, Operands, are_off, exact_product
 from strategies import Place
@@ -70,24 +55,24 @@ MOST_GROUPS, MOST_EXPERTS = 1024, 2**15 - 2
 
 DEFAULT_FLOOR = inspect.signature(deep_tile.per_token_cast_to_fp8).parameters["amax_floor"].default
 FLOORS = (None, None, 1e-4, 1e-10, 2.0**-80, SMALLEST_AMAX_FLOOR, *((0.0,) if SMALLEST_AMAX_FLOOR < 2.0**-80 else ()))
-"""None: the default. 0, where it is taken, means the smallest."""
+"""None stands for the default. 0, where it is taken, means the smallest floor."""
 
 VALUES = ("normal", "normal", "small", "mixed", "huge", "zeros", "ties", "odd")
-"""Of inputs that are cast; see `Pool`."""
+"""Kinds of values of inputs that are only cast; see `Pool`."""
 
 TAME_VALUES = ("normal", "normal", "zeros", "ties")
-"""Of those that are multiplied, too."""
+"""Kinds of values of inputs that are also multiplied."""
 
 LINEAR_M, LINEAR_N, LINEAR_K = (1, 64, 65, 128, 200, 300), (8, 136, 256), (16, 512, 1000)
 CAST_COLUMNS = (8, 128, 256, 304)
 TRUNCATION = 2.0**-7
-"""Most that WGMMA leaves out of a K block of 128 equal terms, relative to their sum: each may lose 2^-13 of it."""
+"""Largest relative error of WGMMA's truncation, for a K block of 128 equal terms: each may lose 2^-13 of the sum."""
 
 SMALLEST_STEP = 2.0**-149
 """Between denormal FP32 numbers."""
 
 FINISHES = (("bf16", "none"), ("bf16", "bf16"), ("fp32", "fp32"), ("fp32", "none"), ("fp16", "none"), ("fp16", "fp16"))
-"""Formats of the result and of the bias of a linear layer."""
+"""Formats of a linear layer's result and bias."""
 
 FILLS = (NAN_BYTE, NAN_BYTE, 0x7F)
 """Bytes around inputs: NaN in every format; or huge numbers and NaN, which as integers are rows far away."""
@@ -98,7 +83,6 @@ POISONS = (0x55, 0xA6, 0x01)
 _MARGIN = 1 << 15
 """Bytes around each result."""
 
-_UNSETTLED, _UNDER_WAY = 64, 6
 _POOL = 2 * LARGE.elements
 """Leading dimensions may have more rows than were drawn."""
 
@@ -106,16 +90,16 @@ _SHOWN = 6
 """Elements of a wrong result that are listed."""
 
 
-# What is drawn.
+# Draws.
 
 
 class Tensor(NamedTuple):
-    """An input, or a result that is given.
+    """An input, or a given result.
 
     Attributes:
         dtype: a name of torch.
-        values: of `Pool`, or the numbers themselves; of a result none.
-        bound: of an index: how many rows there are.
+        values: a kind of values in `Pool`, or the numbers themselves; empty for a result.
+        bound: for an index, the number of rows.
     """
 
     shape: tuple[int, ...]
@@ -131,7 +115,7 @@ class Tensor(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One call: what is needed to make it again. `case` is a name of CASES, whose results `targets` are among."""
+    """All that is needed to make one call again. `case` is a key of CASES; `targets` are the results that are given."""
 
     case: str
     inputs: dict[str, Tensor]
@@ -173,7 +157,7 @@ def draw_matrix(random: Random, sizes: Sizes, *, empty: bool = True) -> tuple[in
 
 
 def draw_leading(random: Random, rows: int) -> tuple[int, ...]:
-    """Leading dimensions of about as many rows, and of none if there are none."""
+    """Leading dimensions with about `rows` rows in total; with none if `rows` is 0."""
     dims = random.choice((1, 1, 1, 1, 0, 2, 2, 3))
     if dims == 0:
         return ()
@@ -231,7 +215,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def strides_of(shape: tuple[int, ...], row: int, column: int) -> tuple[int, ...]:
-    """Of a tensor whose rows, which all leading dimensions count, are `row` elements apart."""
+    """Strides of a tensor whose rows, counted over all leading dimensions, are `row` elements apart."""
     strides = [column]
     for size in shape[-2::-1]:
         strides.insert(0, row)
@@ -240,7 +224,7 @@ def strides_of(shape: tuple[int, ...], row: int, column: int) -> tuple[int, ...]
 
 
 def draw_rows_of_result(random: Random, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """With adjacent columns, and rows that do not overlap."""
+    """A target with adjacent columns and rows that do not overlap."""
     vector = ALIGNMENT_BYTES // getattr(torch, dtype).itemsize
     columns = max(1, shape[-1])
     aligned = round_up(columns, vector) + vector * random.choice((0, 0, 1, 3))
@@ -258,7 +242,7 @@ def draw_scale_of_result(random: Random, shape: tuple[int, ...]) -> Tensor:
 
 
 def draw_targets(random: Random, shape: tuple[int, ...], block_rows: int = 1) -> dict[str, Tensor]:
-    """The two results of a cast, one of them, or none."""
+    """Both targets of a cast, one of them, or none."""
     targets = {}
     if random.random() < GIVEN_SHARE:
         targets["out"] = draw_rows_of_result(random, shape, "float8_e4m3fn")
@@ -303,7 +287,7 @@ def lying(random: Random, numbers: list[int], rows: int) -> tuple[int, ...]:
 
 
 def draw_index(random: Random, shape: tuple[int, ...], rows: int, **how) -> Tensor:
-    """Of rows, some of which there are not."""
+    """Row numbers, some out of range."""
     dtype = random.choice(("int32", "int64"))
     if prod(shape) < 20 and dtype == "int64" and len(shape) == 1:
         extremes = (-(2**63), -(2**32), -1, 0, rows, 2**32, 2**63 - 1)
@@ -320,7 +304,7 @@ def draw_per_token(random: Random, sizes: Sizes) -> Drawn:
 
 
 def draw_listed(random: Random, sizes: Sizes) -> Drawn:
-    """Of rows by an index, of living rows, or both."""
+    """A cast of rows by an index, of living rows, or both."""
     rows, k = shape = draw_matrix(random, sizes)
     inputs = {"x": draw_source(random, shape)}
     kinds = random.choice((("rows",), ("offs",), ("rows", "offs")))
@@ -405,7 +389,7 @@ def draw_transposed(random: Random, sizes: Sizes) -> Drawn:
 
 
 def draw_both(random: Random, sizes: Sizes) -> Drawn:
-    """Without targets, and with bounds whose dead rows can be told."""
+    """A cast in both directions, without targets and with ends that do not decrease."""
     inputs, _, options = draw_transposed(random, sizes)
     rows = inputs["rows"].shape[0] if "rows" in inputs else inputs["x"].shape[0]
     bounds = inputs.pop("offs", None)
@@ -417,7 +401,7 @@ def draw_both(random: Random, sizes: Sizes) -> Drawn:
 
 
 def draw_weights_shape(random: Random, sizes: Sizes) -> tuple[int, ...]:
-    """Of a layer, or of experts."""
+    """The shape of a layer's weight, or of the experts' weights."""
     n, k = draw_matrix(random, sizes._replace(elements=sizes.elements // 3))
     return (random.choice((1, 2, 3)), n, k) if random.random() < 0.4 else (n, k)
 
@@ -459,13 +443,13 @@ def draw_dequantize(random: Random, sizes: Sizes) -> Drawn:
 
 
 def draw_narrow_scale(random: Random, shape: tuple[int, ...], values: str) -> Tensor:
-    """Of any dtype that calls take."""
+    """A scale in any dtype that calls take."""
     dtype = name_of(random.choice(SCALE_DTYPES))
     return draw_input(random, shape, dtype, "bytes" if dtype == "float8_e8m0fnu" and values != "scales" else values)
 
 
 def draw_layer(random: Random, leading: tuple[int, ...], n: int, finish: tuple[str, str]) -> Drawn:
-    """What a linear layer takes beside its input and weight."""
+    """Arguments of a linear layer apart from its input and weight."""
     inputs, targets = {}, {}
     of_result, of_bias = (OUTPUTS[name].dtype if name != "none" else "" for name in finish)
     if of_bias:
@@ -481,7 +465,7 @@ def draw_layer(random: Random, leading: tuple[int, ...], n: int, finish: tuple[s
 
 
 def draw_operand(random: Random, rows: int, k: int) -> Tensor:
-    """Of a product: rows begin at multiples of 16 bytes."""
+    """An operand of a GEMM: its rows begin at multiples of 16 bytes."""
     row = round_up(k, ALIGNMENT_BYTES) + ALIGNMENT_BYTES * random.choice((0, 0, 1, 5))
     return Tensor((rows, k), "float8_e4m3fn", Place((row, 1), ALIGNMENT_BYTES * random.choice((0, 3))), "codes")
 
@@ -537,7 +521,7 @@ def draw_gemm_cast(random: Random, sizes: Sizes) -> Drawn:
 
 
 def is_aligned(result: Tensor | None) -> bool:
-    """Whether TMA can store to it, in FP8."""
+    """Whether TMA can store FP8 results to it."""
     return result is None or all(
         number % ALIGNMENT_BYTES == 0 for number in (result.place.strides[0], result.place.offset)
     )
@@ -551,7 +535,7 @@ def quantizing_configs(bias: str, activation: str) -> tuple[GemmConfig, ...]:
 
 
 class Pool:
-    """Values of every kind, made once, of which inputs get parts. By name:
+    """Values of every kind, made once; inputs take slices of them.
 
     normal: samples. small, huge: likewise, each 128 of a magnitude from 1 down to 1e-38, or up to 1e38. mixed: each
     number of its own magnitude. zeros: of both signs, and denormals. ties: half way between two numbers of e4m3, times
@@ -564,7 +548,7 @@ class Pool:
         self._values: dict[tuple[str, str], torch.Tensor] = {}
 
     def cut(self, random: Random, wanted: Tensor) -> torch.Tensor:
-        """What an input is to hold."""
+        """Draw the values of an input."""
         if isinstance(wanted.values, tuple):
             return torch.tensor(wanted.values, dtype=getattr(torch, wanted.dtype), device=self._device)
         count = prod(wanted.shape)
@@ -580,7 +564,7 @@ class Pool:
         return self._values[name, dtype]
 
     def _converted(self, name: str, dtype: str) -> torch.Tensor:
-        """The same whatever was made before."""
+        """The values in this dtype, independent of what was converted before."""
         is_made = dtype == "float32" or name in ("bytes", "codes", "index")
         wide = None if is_made else self._all(name, "float32")
         self._generator.manual_seed(Random(f"{self._seed}:{name}:{dtype}").randrange(2**31))
@@ -652,7 +636,7 @@ class Pool:
 
 
 def make(pool: Pool, drawn: Draw) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One buffer, and in it the inputs by name."""
+    """The inputs by name, in one buffer."""
     random = Random(drawn.seed)
     values = [pool.cut(random, wanted) for wanted in drawn.inputs.values()]
     buffer, placed = lay_out(values, [wanted.place for wanted in drawn.inputs.values()], fill=drawn.fill)
@@ -683,10 +667,10 @@ class Guarded:
         self.targets = {name: x.view(getattr(torch, target.dtype)) for (name, target), x in named}
 
     def written_elsewhere(self, living: dict[str, torch.Tensor | None]) -> torch.Tensor:
-        """Which bytes have changed that a call has no business to write; overwrites what it has.
+        """Mark the bytes that a call wrote outside of its targets. Overwrites the targets.
 
         Args:
-            living: of each result what may be written, as a mask; None: all of it.
+            living: for each result a mask of what may be written; None: all of it.
         """
         for name, target in self.targets.items():
             words = bits(target)
@@ -702,15 +686,15 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-# What is expected.
+# Expected results.
 
 
 class Result(NamedTuple):
-    """One of a call's.
+    """One result of a call.
 
     Attributes:
         living: a mask of what is written; None: all.
-        strides: of one that is allocated, of dimensions of more than one element.
+        strides: strides of an allocated result, where a dimension has more than one element.
     """
 
     name: str
@@ -721,7 +705,7 @@ class Result(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Of a call: its results, and which of their elements are wrong, given dense copies of them."""
+    """A call's results, and a function that marks their wrong elements, given dense copies."""
 
     results: tuple[Result, ...]
     faults: Callable[..., dict[str, torch.Tensor]]
@@ -732,7 +716,7 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def of_cast(drawn: Draw, shape: tuple[int, ...], living: Any = (None, None), block_rows: int = 1) -> tuple[Result, ...]:
-    """The results of a cast of this shape; `living` of each."""
+    """Both results of a cast of this shape, each with its `living` mask."""
     rows, columns = prod(shape[:-1]), scale_shape(shape, block_rows)[-1]
     along_rows = {"row": (columns, 1), "m": (1, rows), "m_aligned": (1, round_up(rows, 4))}
     row, column = along_rows[drawn.options.get("scale_layout", "row" if block_rows > 1 else "m_aligned")]
@@ -893,8 +877,8 @@ def expect_dequantize(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
 
 
 def exact_linear(operands: Operands) -> Exact:
-    """The product, its spread with room for inputs that are no samples: with strides of 0 all errors have one sign, and
-    denormals are rounded with every K block, as are products of scales that are denormal."""
+    """The exact product. Its spread leaves room for inputs that are no random samples: with strides of 0 all errors
+    have one sign, and denormal results and denormal products of scales are rounded in every K block."""
     exact = exact_product(operands)
     blocks = [exact_product(block).value.abs() for block in blocks_of(operands)]
     a, a_scale, b, b_scale = operands
@@ -944,7 +928,7 @@ def expect_gemm_cast(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
 
 
 class Case(NamedTuple):
-    """Calls of a function, and how many of them there are."""
+    """The calls of a function, with their weight in the draw."""
 
     function: str
     weight: int
@@ -976,7 +960,7 @@ CASES = {
 
 
 def check(pool: Pool, drawn: Draw, device: str, beside: Callable[[], None]) -> dict[str, torch.Tensor]:
-    """Call twice: masks of what is wrong about that, by kind, left on the device."""
+    """Make a call twice. Returns masks of wrong elements by kind, on the device."""
     buffer, inputs = make(pool, drawn)
     untouched, guarded = buffer.clone(), Guarded(drawn, device)
     expected = CASES[drawn.case].expect(drawn, inputs)
@@ -999,7 +983,7 @@ def check(pool: Pool, drawn: Draw, device: str, beside: Callable[[], None]) -> d
 
 
 def _oddity(x: torch.Tensor, wanted: Result, guarded: Guarded) -> str | None:
-    """What is wrong about a result before anybody reads it."""
+    """A wrong shape, dtype or stride of a result, checked before its values."""
     if tuple(x.shape) != wanted.shape or x.dtype != wanted.dtype:
         return f"{wanted.name}: {list(x.shape)} of {x.dtype}"
     if wanted.name in guarded.targets:
@@ -1011,7 +995,7 @@ def _oddity(x: torch.Tensor, wanted: Result, guarded: Guarded) -> str | None:
 
 
 def examine(masks: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Of a call that was found wrong, done once more: how many elements of each kind, and where the first ones are."""
+    """Count a wrong call's elements by kind, and list the first ones."""
     return {
         name: {"count": len(at), "first": at[:_SHOWN]}
         for name, mask in masks.items()
@@ -1022,45 +1006,31 @@ def examine(masks: dict[str, torch.Tensor]) -> dict[str, Any]:
 # The run.
 
 
-class Fuzzer:
-    """Rounds of a seed: see the module's description."""
-
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self._workers, self._sizes = arguments.workers, arguments.sizes
-        self._noise = noise(self._device)
-        counts = {"under_way": _UNDER_WAY, "unsettled": _UNSETTLED}
-        self.ledger = Ledger(Watch(self._device), report, **counts, examine=self._examine)
-        self.calls: Counter[str] = Counter()
+class Fuzzer(campaign.Fuzzer):
+    UNDER_WAY = 6
 
     def load(self) -> None:
-        """The products' kernels; those of casts are few, and loaded as they are met."""
-        for name, text in load_kernels(kernels_of_products(sms_of(self._device)), self._device, self._workers).items():
-            self._report.find("not compiled", config=name, error=text[-600:])
-        self._pool = Pool(self._device, self._seed % 2**31)
+        """The products' kernels. Those of casts are few, and loaded at their first calls."""
+        self.load_kernels(kernels_of_products(self.num_sms))
+        self._pool = Pool(self.device, self.seed % 2**31)
 
-    def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
-        large = on_gpu(self._device) and random.random() < LARGE_SHARE
-        drawn = draw(random, LARGE if large else self._sizes)
-        try:
-            masks = check(self._pool, drawn, self._device, self._noise)
-        except (TypeError, ValueError) as error:
-            self._report.find("refused", round=number, draw=str(drawn), error=str(error))
-            return
-        self.ledger.add(number, drawn, {name: mask.sum() for name, mask in masks.items()})
-        self.calls[drawn.case] += 2
-        self.ledger.end_round()
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
+        large = on_gpu(self.device) and random.random() < LARGE_SHARE
+        self.drawn = draw(random, LARGE if large else self.arguments.sizes)
+        masks = check(self._pool, self.drawn, self.device, self.noise)
+        self.calls[self.drawn.case] += 1
+        return {name: mask.sum() for name, mask in masks.items()}
 
-    def _examine(self, drawn: Draw) -> dict[str, Any]:
-        return examine(check(self._pool, drawn, self._device, lambda: None))
+    def examine(self, drawn: Draw) -> dict[str, Any]:
+        return examine(check(self._pool, drawn, self.device, lambda: None))
 
     def counts(self) -> dict[str, Any]:
-        return {"calls_that_copy": self.calls.total(), "calls": dict(sorted(self.calls.items()))}
+        calls = {case: 2 * count for case, count in sorted(self.calls.items())}
+        return {"calls_that_copy": sum(calls.values()), "calls": calls}
 
 
 def kernels_of_products(num_sms: int) -> list[GemmConfig]:
-    """What linear layers of those that are drawn take, what casts its result by itself, and such products without the
+    """The kernels that the drawn linear layers need, those that cast their own result, and the same GEMMs without the
     cast."""
     kernels: dict[GemmConfig, None] = {}
     ways = product(LINEAR_M, LINEAR_N, LINEAR_K, (True, False), (True, False), FINISHES)
@@ -1076,7 +1046,7 @@ def kernels_of_products(num_sms: int) -> list[GemmConfig]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
+    options = fuzz_parser(__doc__)
     options.set_defaults(sizes=USUAL)
     return fuzz(Fuzzer, "fuzz of casts", options, arguments)
 

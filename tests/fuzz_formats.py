@@ -5,50 +5,91 @@ multiplied as they are, checked element by element.
 
 A round is a weight, drawn by formats.py, through `to_blocks`: its elements must be the nearest for their scales, the
 scales the smallest, and the report that of float64. Or it is a weight in blocks through `shard_weight`: the product of
-each rank's columns must be the whole product's, bit for bit. Or it is packed: it must come back as it was, and its
-product, dense or of groups, be that of the FP8 weight that it stands for, bit for bit. A round depends on the seed and
-its number alone.
+each rank's columns must be the whole product's, bit for bit. Or it is packed: it must come back as it was, and be the
+FP8 weight that it stands for; then come many products with it, by kernels drawn for each kind, dense with every finish
+or of groups, into parts of larger tensors. They must be within rounding of float64's, and the same as the FP8 weight's,
+bit for bit, where nothing is added and no part of K is summed apart. A round depends on the seed, `--configs` and its
+number alone.
 
 Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
 
-import argparse
 import math
 import sys
-from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, cycle, product
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
+import campaign
 import torch
-from campaign import Ledger, Report, Watch, fuzz, parser
-from formats import draw, fp8_product, spread
+from campaign import fuzz, fuzz_parser, on_gpu
+from formats import NAMES_OF_PACKED, draw, fp8_product, spread
+from helpers import (
+    ACCUMULATION,
+    Exact,
+    GuardedOut,
+    Operands,
+    Product,
+    added,
+    are_off,
+    exact_product,
+    finished_product,
+)
 
 import deep_tile
-from deep_tile import blocks, packed
+from deep_tile import GemmConfig, blocks, nn, packed
+from deep_tile.config import SCALE_BLOCK, ceil_div
 from deep_tile.distributed import shard_weight
 from deep_tile.formats import FORMATS
+from deep_tile.kinds import ACTIVATIONS, BIASES, OUTPUTS, PACKED
 from deep_tile.quantize import FP8_DTYPE
+from deep_tile.reference import group_rows
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import grouped_configs
 
 SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 64, 127, 128, 129, 192, 200, 256, 257, 300, 384)
 LEADING = ((), (), (), (2,), (1, 3))
 SPREADS = (0, 1, 3, 14, 15, 20, 60, 100)
 """Powers of two that scales differ by."""
 
-SHARDS_SHARE, PACKED_SHARE = 0.1, 0.5
+SHARDS_SHARE, PACKED_SHARE = 0.1, 1.0
 """To one weight that is re-based."""
 
 SHARES = (1, 13, 64, 100, 192, 264)
 """Columns of a rank."""
+INNER = (128, 272, 512)
+"""Of shards."""
+
+UNITS = (1, 2, 3, 9, 18, 36)
+"""Of 16 rows, of a packed weight."""
+GROUPS = (0, 0, 0, 1, 3, 8, 40)
+"""Weights that are packed together; 0: one that is no group."""
+MOST_ELEMENTS = {"cuda": 1 << 21, "cpu": 1 << 17}
+"""Of them all, unless 16 rows have more."""
+
+ROWS = 320
+"""Of activations; each product takes some of them."""
+PRODUCTS = 24
+"""With each packed weight."""
+
+SUMS = {
+    kind: next(config for config in default_configs(kind=kind, output="fp32") if config.split_k == 1)
+    for kind in ("fp8", "fp8_1x128")
+}
+"""Kernels of FP8 weights, which those of packed ones are compared with."""
+
+Found = tuple[str, dict[str, Any]]
+"""What was drawn, and what is wrong about it, on the device."""
 
 
-def check_format(random: Random, device: str) -> tuple[str, dict[str, Any]]:
-    """What was drawn, and what is wrong about it, on the device."""
+def check_format(random: Random, device: str) -> Iterator[Found]:
     name = random.choice([*FORMATS])
     of = FORMATS[name]
     shape = (*random.choice(LEADING), random.choice(SIZES), 2 * random.choice(SIZES))
     firsts = tuple(random.choice((0, random.randrange(max(size, 1)))) for size in (of.rows, of.columns))
     weight, scale, arguments, exact = draw(name, shape, device, random.choice(SPREADS), firsts)
-    exact = exact.to(device)
     if random.random() < 0.3:
         weight = weight.repeat_interleave(2, -2)[..., ::2, :]
     if not of.packed and random.random() < 0.3:
@@ -58,7 +99,7 @@ def check_format(random: Random, device: str) -> tuple[str, dict[str, Any]]:
     result = deep_tile.to_blocks(
         weight, scale, **arguments, first_row=first_row, first_column=first_column, max_error=limit
     )
-    return f"{name} {shape} {firsts}", faults(result, exact)
+    yield f"{name} {shape} {firsts}", faults(result, exact)
 
 
 def faults(result: blocks.Blocks, exact: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -87,88 +128,269 @@ def largest_of_blocks(x: torch.Tensor, of_blocks: torch.Size) -> torch.Tensor:
     return padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).amax((-3, -1))
 
 
-def check_shards(random: Random, device: str) -> tuple[str, dict[str, Any]]:
-    each, ranks, k = random.choice(SHARES), random.choice((2, 3, 8)), random.choice((128, 272, 512))
+def check_shards(random: Random, device: str) -> Iterator[Found]:
+    """A product of each rank."""
+    each, ranks, k = random.choice(SHARES), random.choice((2, 3, 8)), random.choice(INNER)
     n = max(1, each * ranks - random.choice((0, 0, 1)))
     how = {"round_scale": random.choice(("none", "pow2"))}
     b, b_scale = deep_tile.quantize_weight(torch.randn(n, k, device=device), **how)
     x = torch.randn(random.choice((1, 5, 70)), k, device=device).bfloat16()
     whole = deep_tile.fp8_linear(x, b, b_scale, batch_invariant=True)
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
     for rank in range(ranks):
         shard = shard_weight(b, b_scale, rank, ranks, "column")
         own = deep_tile.fp8_linear(x, shard.weight, shard.scale, batch_invariant=True)[:, shard.first :]
         begin = rank * -(-n // ranks)
-        wrong += (own != whole[:, begin : begin + own.shape[1]]).sum() + abs(
+        wrong = (own != whole[:, begin : begin + own.shape[1]]).sum() + abs(
             own.shape[1] - shard.weight.shape[0] + shard.first
         )
-    return f"shards of {n}x{k} over {ranks} {how}", {"columns": wrong}
+        yield f"shards {rank} of {ranks} of {n}x{k} {how}", {"columns": wrong}
 
 
-def check_packed(random: Random, device: str) -> tuple[str, dict[str, Any]]:
-    name, groups = random.choice(("mxfp4", "nvfp4", "int4_128")), random.choice((0, 0, 1, 3, 40))
-    n, k, m = (
-        16 * random.choice((1, 2, 3, 9, 18, 36)),
-        2 * random.choice(SIZES[3:]),
-        random.choice((0, 1, 5, 64, 130, 300)),
-    )
-    shape = (*([groups] if groups else []), n, k)
-    weight, scale, arguments, _ = draw(name, shape, device, random.choice(SPREADS[:5]))
+# Weights of 4 bits.
+
+
+class Weight(NamedTuple):
+    """A packed weight, and what rows multiplied by it are.
+
+    Attributes:
+        name: of its format.
+        b: itself.
+        a, a_scale: the rows, [ROWS, k].
+        sums: [ROWS, g, n], by FP8's kernel, in FP32.
+        exact: the same in float64.
+    """
+
+    name: str
+    b: packed.Packed
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    sums: torch.Tensor
+    exact: Exact
+
+    def has_bits(self, dtype: torch.dtype) -> bool:
+        """Whether rounding sums gives a result's bits. Definitions, which sum in float64, round once."""
+        return self.sums.is_cuda or dtype == torch.float32
+
+
+def check_packed(random: Random, device: str, kernels: dict[str, list[GemmConfig]]) -> Iterator[Found]:
+    """The weight, then products with it."""
+    kind, groups, k = random.choice([*PACKED]), random.choice(GROUPS), 2 * random.choice(SIZES[2:])
+    k = k // 16 * 16 if random.random() < 0.5 else k
+    fitting = [16 * units for units in UNITS if 16 * units * k * max(groups, 1) <= MOST_ELEMENTS[device]]
+    shape = (*([groups] if groups else []), random.choice(fitting or [16]), k)
+    name = NAMES_OF_PACKED[kind]
+    weight, scale, arguments, exact = draw(name, shape, device, random.choice(SPREADS[:5]))
     b = deep_tile.pack_weight(weight, scale, **arguments, max_error=math.inf)
     back, wide = deep_tile.unpack_weight(*b, k=k), packed.as_fp8(*b, k=k)
-    wide = torch.empty(*shape[:-1], -(-k // 16) * 16, dtype=FP8_DTYPE, device=device)[..., :k].copy_(wide)
-    a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(m, k, device=device))
-    dtype = random.choice((torch.bfloat16, torch.bfloat16, torch.float32))
-    if groups:
-        ends = torch.randint(0, m + 1, (groups,)).sort().values.int()
-        own, whole = (torch.full((m, n), math.nan, dtype=dtype, device=device) for _ in range(2))
-        deep_tile.packed_grouped_gemm(a, a_scale, *b, ends.to(device), own)
-        begins = [0, *ends.tolist()]
-        for group, (begin, end) in enumerate(zip(begins[:-1], begins[1:], strict=True)):
-            rows = slice(begin, end)
-            one = a[rows], a_scale[rows], wide[group], b.scale[group]
-            whole[rows] = fp8_product(name, *one, out_dtype=dtype)
-    else:
-        own = deep_tile.packed_gemm(a, a_scale, *b, out_dtype=dtype, batch_invariant=True)
-        whole = fp8_product(name, a, a_scale, wide, b.scale, out_dtype=dtype)
-    size = torch.int16 if dtype == torch.bfloat16 else torch.int32
-    return f"packed {name} {shape} x {m} {dtype}", {
-        "codes": (back.weight != weight).sum(),
-        "scales": (back.scale.float() != scale.float()).sum(),
-        "product": (own.view(size) != whole.view(size)).sum(),
+    each = spread(b.scale, (1 if kind == "int4" else SCALE_BLOCK, SCALE_BLOCK), shape[-2:])
+    yield (
+        f"packed {name} {shape}",
+        {
+            "codes": (back.weight != weight).sum(),
+            "scales": (back.scale.float() != scale.float()).sum(),
+            "elements": (wide.float() != (exact / each).float().to(FP8_DTYPE).float()).sum(),
+        },
+    )
+    of = _multiplied(name, b, wide, device)
+    if not groups:
+        yield f"linear {name} {shape}", _check_linear(random, of, wide, weight, scale, arguments)
+    check = _check_groups if groups else _check_matrix
+    fitting = [config for config in kernels[kind] if (config.grouping != "none") == bool(groups)]
+    for _ in range(PRODUCTS if fitting else 0):
+        config = random.choice(fitting)
+        text, found = check(random, of, config)
+        yield f"product {shape} {config.name} {text}", found
+
+
+def _multiplied(name: str, b: packed.Packed, wide: torch.Tensor, device: str) -> Weight:
+    """By rows of a size at which activations bend what they make. Groups lie side by side in whole blocks of scales."""
+    *_, n, k = wide.shape
+    padded = ceil_div(n, SCALE_BLOCK) * SCALE_BLOCK
+    codes = torch.zeros(wide.shape[:-2].numel(), padded, ceil_div(k, 16) * 16, dtype=FP8_DTYPE, device=device)
+    codes.view(torch.uint8)[:, :n, :k] = wide.view(torch.uint8)
+    codes = codes.flatten(0, 1)[:, :k]
+    scale, b_rows = b.scale.reshape(-1, *b.scale.shape[-2:]), SCALE_BLOCK
+    if name.startswith("int4"):
+        scale, b_rows = torch.nn.functional.pad(scale, (0, 0, 0, padded - n), value=1.0), 1
+    scale = scale.flatten(0, 1)
+    a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(ROWS, k, device=device))
+    size = k**0.5 * scale.mean() * codes.float().square().mean().sqrt()
+    a_scale = a_scale / size.clamp(min=1e-30)
+    config = SUMS["fp8_1x128" if name.startswith("int4") else "fp8"]
+    sums = fp8_product(name, a, a_scale, codes, scale, out_dtype=torch.float32, config=config)
+    exact = exact_product(Operands(a, a_scale, codes, scale), b_rows=b_rows)
+    of_groups = (x.unflatten(1, (-1, padded))[..., :n] for x in (sums, *exact))
+    return Weight(name, b, a, a_scale, next(of_groups), Exact(*of_groups))
+
+
+def _check_linear(random: Random, of: Weight, wide: torch.Tensor, *weight: Any) -> dict[str, torch.Tensor]:
+    """A layer's, by the selector's choice."""
+    *given, arguments = weight
+    n, k = wide.shape
+    bias = torch.randn(n, device=wide.device).bfloat16() if random.random() < 0.5 else None
+    layer = nn.PackedLinear.from_codes(*given, bias, **arguments, max_error=math.inf, batch_invariant=True)
+    x = torch.randn(random.choice((0, 1, 5, 64, 130, ROWS)), k, device=wide.device).bfloat16()
+    aligned = torch.empty(n, ceil_div(k, 16) * 16, dtype=FP8_DTYPE, device=wide.device)[:, :k].copy_(wide)
+    whole = fp8_product(of.name, *deep_tile.per_token_cast_to_fp8(x), aligned, of.b.scale, bias=bias)
+    return {"product": different(layer(x), whole)}
+
+
+def _check_matrix(random: Random, of: Weight, config: GemmConfig) -> Found:
+    m, dtype = min(ROWS, random.choice((1, 5, 16, 64, 65, 130, 300))), _dtype(config)
+    first, n = random.randint(0, ROWS - m), of.sums.shape[-1]
+    rows = slice(first, first + m)
+    guarded = _guarded(random, config, m, n // config.columns_per_output, of.sums.device)
+    bias = None
+    if config.bias != "none":
+        bias = torch.randn(3 * n, device=of.sums.device)[::3].to(getattr(torch, OUTPUTS[config.bias].dtype))
+    wanted = Product(deep_tile.packed_gemm, (), Exact(*(x[rows, 0] for x in of.exact)), ACCUMULATION, 0.0)
+    if config.is_finished:
+        wanted = finished_product(wanted, bias, config.activation)
+    if config.accumulate:
+        before = torch.randn(m, n, device=of.sums.device).to(dtype)
+        guarded.out.copy_(before)
+        wanted = added(wanted, before)
+    activation = None if config.activation == "none" else config.activation
+    keywords = {"activation": activation, "accumulate": config.accumulate, "config": config}
+    deep_tile.packed_gemm(of.a[rows], of.a_scale[rows], *of.b, guarded.out, bias, **keywords)
+    found = {"values": are_off(guarded.out, wanted.exact, ACCUMULATION).sum()}
+    if config.split_k == 1 and not config.is_finished and not config.accumulate and of.has_bits(dtype):
+        found["product"] = different(guarded.out, of.sums[rows, 0].to(dtype))
+    return f"rows {first} to {first + m}", found | {"guards": guarded.count_written_outside()}
+
+
+def _check_groups(random: Random, of: Weight, config: GemmConfig) -> Found:
+    groups, n, device = *of.sums.shape[1:], of.sums.device
+    bounds, alignment, each = _draw_bounds(random, config.grouping, groups)
+    total = groups * each if config.grouping == "counts" else each
+    guarded = _guarded(random, config, total, n, device)
+    inputs = guarded.out, of.a[:total], of.a_scale[:total]
+    if config.grouping == "counts":
+        inputs = (x.unflatten(0, (groups, each)) for x in inputs)
+    out, a, a_scale = inputs
+    keywords = {config.grouping: torch.tensor(bounds, dtype=torch.int32, device=device), "alignment": alignment}
+    deep_tile.packed_grouped_gemm(a, a_scale, *of.b, out=out, **keywords, config=config)
+    whose = torch.full((total,), -1)
+    ranges = group_rows(config.grouping, torch.tensor(bounds), groups, each, alignment)
+    for group, (begin, end) in enumerate(ranges):
+        skipped = group * each if config.grouping == "counts" else 0
+        whose[skipped + begin : skipped + end] = group
+    whose = whose.to(device)
+    rows, alive = torch.arange(total, device=device), (whose >= 0)[:, None]
+    sums, value, size = (x[rows, whose] for x in (of.sums, *of.exact))
+    found = {
+        "values": (are_off(guarded.out, Exact(value, size), ACCUMULATION) & alive).sum(),
+        "dead": ((guarded.out.view(_words(guarded.out)) != -1) & ~alive).sum(),
     }
+    if of.has_bits(guarded.out.dtype):
+        wanted = torch.where(alive, sums.to(guarded.out.dtype), guarded.out)
+        found["product"] = different(guarded.out, wanted)
+    text = f"{config.grouping} {bounds} of {each} by {alignment}"
+    return text, found | {"guards": guarded.count_written_outside()}
 
 
-class Fuzzer:
-    """Rounds of a seed: see the module's description."""
+def _draw_bounds(random: Random, grouping: str, groups: int) -> tuple[list[int], int, int]:
+    """As a call takes them; their alignment; and rows, of all or, of counts, of each."""
+    if grouping == "counts":
+        each = random.randint(1, ROWS // groups)
+        return (
+            [random.choice((0, each, random.randint(0, each), random.randint(-2, each + 2))) for _ in range(groups)],
+            1,
+            each,
+        )
+    total = random.choice((1, ROWS // 8, ROWS - 1, ROWS))
+    ends = sorted(random.randint(0, total) for _ in range(groups))
+    return [min(end, random.choice((total, end))) for end in ends], random.choice((1, 1, 8, 64, 128)), total
 
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self.ledger = Ledger(Watch(self._device), report, under_way=2, unsettled=64)
-        self.rounds: Counter[str] = Counter()
+
+def _guarded(random: Random, config: GemmConfig, rows: int, columns: int, device: Any) -> GuardedOut:
+    unit = 16 // _dtype(config).itemsize if config.tma_store else 1
+    layout = {"stride": columns + unit * random.randint(0, 9), "offset": unit * random.randint(0, 9)}
+    return GuardedOut(rows, columns, device=str(device), dtype=_dtype(config), **layout)
+
+
+def different(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """How many elements have other bits."""
+    x, y = x.contiguous(), y.contiguous()
+    return (x.view(_words(x)) != y.view(_words(y))).sum()
+
+
+def _words(x: torch.Tensor) -> torch.dtype:
+    return {2: torch.int16, 4: torch.int32}[x.element_size()]
+
+
+def _dtype(config: GemmConfig) -> torch.dtype:
+    return getattr(torch, config.out.dtype)
+
+
+def draw_kernels(random: Random, each: int) -> dict[str, list[GemmConfig]]:
+    """Of each kind as many: for groups, and for matrices with every finish in turn."""
+    finishes = [*product(BIASES, ACTIVATIONS)]
+    random.shuffle(finishes)
+    finishes, found = cycle(finishes), {}
+    for kind in PACKED:
+        found[kind] = []
+        for number in range(each):
+            output, store = random.choice(("bf16", "bf16", "bf16", "fp32", "fp16")), random.random() < 0.75
+            if number % 2:
+                configs = grouped_configs(random.choice(("offs", "counts")), store, False, kind, output)
+            elif random.random() < 0.15:
+                configs = default_configs(store, kind, output, True)
+            else:
+                configs = default_configs(store, kind, output, False, *next(finishes))
+            found[kind].append(random.choice(configs))
+    return found
+
+
+class Fuzzer(campaign.Fuzzer):
+    UNDER_WAY, UNSETTLED = 6, 256
 
     def load(self) -> None:
-        """Nothing: kernels are few, and loaded as they are met."""
+        """The kernels drawn, and those that the selector chooses for everything else."""
+        self._kernels = draw_kernels(Random(f"{self.seed}:kernels"), self.arguments.configs)
+        self.load_kernels([*SUMS.values(), *chain.from_iterable(self._kernels.values())])
+        if on_gpu(self.device):
+            for shapes, keywords in chosen():
+                deep_tile.precompile(shapes, batch_invariant=True, workers=self.arguments.workers, **keywords)
 
     def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
+        """Many calls with one weight; a refusal of one is a finding."""
+        random = Random(f"{self.seed}:{number}")
         torch.manual_seed(random.randrange(2**31))
-        check = random.choices((check_shards, check_packed, check_format), (SHARDS_SHARE, PACKED_SHARE, 1))[0]
+        checks: list[Callable[..., Iterator[Found]]]
+        checks = [check_shards, partial(check_packed, kernels=self._kernels), check_format]
+        check = random.choices(checks, (SHARDS_SHARE, PACKED_SHARE, 1))[0]
+        self.drawn = ""
         try:
-            drawn, found = check(random, self._device)
+            for drawn, found in check(random, self.device):
+                self.drawn = drawn
+                self.ledger.add(number, drawn, {kind: count.long() for kind, count in found.items()})
+                self.calls[drawn.split()[0]] += 1
         except (TypeError, ValueError) as error:
-            self._report.find("refused", round=number, error=str(error))
-            return
-        self.ledger.add(number, drawn, {kind: count.long() for kind, count in found.items()})
-        self.rounds[drawn.split()[0]] += 1
+            self.report.find("refused", round=number, error=str(error), draw=self.drawn)
         self.ledger.end_round()
 
     def counts(self) -> dict[str, Any]:
-        return {"calls_that_copy": self.rounds.total(), "formats": dict(sorted(self.rounds.items()))}
+        products = self.calls["product"]
+        return {
+            "products": products,
+            "calls_that_copy": self.calls.total() - products,
+            "configs": sum(map(len, self._kernels.values())),
+            "calls": dict(sorted(self.calls.items())),
+        }
+
+
+def chosen() -> Iterator[tuple[list[tuple[int, int, int]], dict[str, Any]]]:
+    """Shapes and keywords of `precompile` for products that name no config."""
+    units = [(16 * units, 2 * size, ROWS) for units in UNITS for size in SIZES[2:]]
+    for bias in (None, torch.bfloat16):
+        yield from ((units, {"kind": kind, "bias": bias}) for kind in (*PACKED, "fp8", "fp8_1x128"))
+    yield [(each * ranks, k, 70) for each in SHARES for ranks in (1, 2, 3, 8) for k in INNER], {}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
+    options = fuzz_parser(__doc__)
+    options.add_argument("--configs", type=int, default=16, help="of each kind of 4 bits (default: %(default)s)")
     return fuzz(Fuzzer, "fuzz of formats", options, arguments)
 
 

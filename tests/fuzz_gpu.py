@@ -1,4 +1,4 @@
-"""Any call of `fp8_gemm`, checked: values, what lies around `out`, inputs, repeatability, how far unusual values reach.
+"""Check any call of `fp8_gemm`: values, memory around `out`, inputs, repeatability, the reach of special values.
 
     PYTHONPATH=. python tests/fuzz_gpu.py --seconds 420 --out fuzz.json [--seed N] [--first-round R --rounds 1 --serial]
 
@@ -13,15 +13,14 @@ test_fuzz_draws.py and test_gemm_property_gpu.py use the checks with Hypothesis.
 
 import argparse
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from random import Random
 from typing import Any, NamedTuple
 
+import campaign
 import torch
-from campaign import Ledger, OperandPool, Report, Watch, fuzz, lay_out, load_kernels, on_gpu, parser, sms_of
+from campaign import OperandPool, fuzz, fuzz_parser, lay_out, on_gpu
 from expected import Expected, expected_product
 from helpers import GuardedOut, Operands, exact_product
 from strategies import (
@@ -50,9 +49,6 @@ USES = 6
 
 LARGE_SHARE, SPECIAL_SHARE, ANY_BYTES_SHARE = 0.02, 0.15, 0.25
 
-_COUNTS = {"under_way": 12, "unsettled": 256}
-"""As `Ledger` has them."""
-
 
 # Inputs.
 
@@ -61,10 +57,10 @@ class Sample(NamedTuple):
     """The inputs of one problem.
 
     Attributes:
-        operands: as placed, special values included.
+        operands: the operands at their places, special values included.
         clean: the same without these; None where there are none.
         affected: [m, n], where these may change a result.
-        expected: of `operands`.
+        expected: the permitted results of `operands`.
         buffer, untouched: all inputs with NaN around them, and a copy.
         normal: whether products must meet the accuracy bar as a whole.
     """
@@ -122,7 +118,7 @@ def arrange(values: Operands, places: tuple[Place, ...]) -> tuple[torch.Tensor, 
 
 
 def check_use(sample: Sample, call: Call) -> dict[str, torch.Tensor]:
-    """Multiply twice, and once more without special values: what is wrong about that, by kind; all 0 if nothing is.
+    """Multiply twice, and once more without special values. Returns counts of wrong elements by kind, 0 if none.
 
     The kernel before each product writes `out`, and never `b`, as `constant_weights` asks.
     """
@@ -184,58 +180,38 @@ def _first_wrong(sample: Sample, call: Call) -> str:
 # The run.
 
 
-class Fuzzer:
-    """Rounds of a seed: see the module's description."""
+class Fuzzer(campaign.Fuzzer):
+    UNDER_WAY, UNSETTLED, DRAWN = 12, 256, "call"
 
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        device = arguments.device
-        self._seed, self._device = arguments.seed, device
-        self._report = report
-        self._num_sms = sms_of(device)
-        self._limits = arguments.limits
-        self._configs = [
-            config
-            for config in draw_configs(Random(f"{self._seed}:configs"), arguments.configs)
-            if config.cluster <= self._num_sms
-        ]
-        self._workers = arguments.workers
-        counts = {"under_way": 0, "unsettled": 1} if arguments.serial else _COUNTS
-        self.ledger = Ledger(Watch(device), report, name="call", **counts)
-        self.calls = self.products = 0
+    def __init__(self, arguments: argparse.Namespace, report: campaign.Report):
+        if arguments.serial:
+            self.UNDER_WAY, self.UNSETTLED = 0, 1
+        super().__init__(arguments, report)
+        self.products = 0
         self.configs: set[str] = set()
-        self.families: Counter[str] = Counter()
 
     def load(self) -> None:
-        """Compile and load every config; those that cannot be are findings."""
-        begun = time.perf_counter()
-        failures = load_kernels(self._configs, self._device, self._workers)
-        for name, text in failures.items():
-            self._report.find("not compiled", config=name, error=text[-600:])
-        self._configs = [config for config in self._configs if config.name not in failures]
-        self._report.fields |= {
-            "configs_loaded": len(self._configs),
-            "loading_seconds": round(time.perf_counter() - begun, 1),
-        }
-        size = max(self._limits.m, self._limits.n, LARGE.m if on_gpu(self._device) else 0)
-        k = max(self._limits.k, LARGE.k if on_gpu(self._device) else 0)
-        self._pools = [
-            OperandPool(size, k, self._device, self._seed % 2**31, any_bytes=any_bytes) for any_bytes in (False, True)
-        ]
+        drawn = draw_configs(Random(f"{self.seed}:configs"), self.arguments.configs)
+        self._configs = self.load_kernels(config for config in drawn if config.cluster <= self.num_sms)
+        self._limits = self.arguments.limits
+        size = max(self._limits.m, self._limits.n, LARGE.m if on_gpu(self.device) else 0)
+        k = max(self._limits.k, LARGE.k if on_gpu(self.device) else 0)
+        self._pools = [OperandPool(size, k, self.device, self.seed % 2**31, any_bytes=any_) for any_ in (False, True)]
 
     def run_round(self, number: int) -> None:
         """Draw a problem and multiply it in several ways."""
-        random = Random(f"{self._seed}:{number}")
+        random = Random(f"{self.seed}:{number}")
         first = self._configs[number % len(self._configs)]
         kind = random.random()
         special = kind < SPECIAL_SHARE
-        large = on_gpu(self._device) and kind > 1 - LARGE_SHARE
+        large = on_gpu(self.device) and kind > 1 - LARGE_SHARE
         limits = LARGE if large else Limits(*map(min, self._limits, SPECIAL_LIMITS)) if special else self._limits
         problem = draw_problem(random, first, limits, special=special)
         any_bytes = random.random() < ANY_BYTES_SHARE
         values = self._pools[any_bytes].cut(random, problem.m, problem.n, problem.k)
         sample = make_sample(values, problem, normal=not any_bytes)
         for config in (first, None, *islice(self._suited(problem, number), USES - 2)):
-            call = Call(problem, draw_use(random, problem, config, self._num_sms))
+            call = Call(problem, draw_use(random, problem, config, self.num_sms))
             self._check(number, sample, call)
         self.ledger.note(number, call, {"inputs": check_inputs(sample)})
         self.ledger.end_round()
@@ -250,23 +226,23 @@ class Fuzzer:
         try:
             faults = check_use(sample, call)
         except (TypeError, ValueError) as error:
-            self._report.find("refused", round=number, call=str(call), error=str(error))
+            self.report.find("refused", round=number, call=str(call), error=str(error))
             return
         self.ledger.add(number, call, faults)
-        self.calls += 1
         self.products += 2 if sample.clean is None else 3
-        if call.use.config is not None:
-            self.configs.add(call.use.config.name)
-            self.families[family(call.use.config)] += 1
+        config = call.use.config
+        self.calls["the selector's choice" if config is None else family(config)] += 1
+        if config is not None:
+            self.configs.add(config.name)
 
     def counts(self) -> dict[str, Any]:
-        found = {"wrong": self._report.found.get("wrong", 0), "hangs": self._report.found.get("hang", 0)}
-        counts = {"products": self.products, "calls": self.calls, "configs": len(self.configs)}
-        return counts | found | {"families": dict(sorted(self.families.items()))}
+        found = {"wrong": self.report.found.get("wrong", 0), "hangs": self.report.found.get("hang", 0)}
+        counts = {"products": self.products, "calls": self.calls.total(), "configs": len(self.configs)}
+        return counts | found | {"families": dict(sorted(self.calls.items()))}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
+    options = fuzz_parser(__doc__)
     options.add_argument("--configs", type=int, default=640, help="how many, default ones included")
     options.add_argument("--serial", action="store_true", help="await each call")
     options.set_defaults(limits=USUAL)

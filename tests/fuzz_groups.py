@@ -1,4 +1,4 @@
-"""Any grouped product of rows, checked: values, rows that belong to no group, what lies around `out`, repeatability.
+"""Check any GEMM of row groups: values, rows of no group, memory around `out`, repeatability.
 
     PYTHONPATH=. python tests/fuzz_groups.py --seconds 120 --out groups.json [--seed N] [--first-round R --rounds 1]
 
@@ -14,17 +14,9 @@ import sys
 from random import Random
 from typing import Any, NamedTuple
 
+import campaign
 import torch
-from campaign import (
-    Ledger,
-    Report,
-    Watch,
-    fuzz,
-    load_kernels,
-    noise,
-    parser,
-    sms_of,
-)
+from campaign import fuzz, fuzz_parser
 from helpers import ACCUMULATION, BF16_ROUNDING
 
 from deep_tile import GemmConfig
@@ -41,12 +33,11 @@ _MARGIN = 4096
 """Elements of `out` before its first row and behind its last."""
 
 _POISON = -1
-_UNSETTLED, _UNDER_WAY = 64, 8
 _NAN_CODES = (0x7F, 0xFF)
 
 
 class Draw(NamedTuple):
-    """One product: what is needed to make it again."""
+    """All that is needed to make one product again."""
 
     kind: str
     operands: str
@@ -64,6 +55,7 @@ class Draw(NamedTuple):
     expected_rows: int | None
     config: str | None
     num_sms: int | None
+    constant_weights: bool
     seed: int
 
     @property
@@ -73,7 +65,7 @@ class Draw(NamedTuple):
 
     @property
     def is_widened(self) -> bool:
-        """Whether scales are made float32 on the way."""
+        """Whether the call converts its scales to float32."""
         return self.scale_dtype != "float32"
 
 
@@ -108,13 +100,15 @@ def draw(random: Random, number: int, num_sms: int) -> Draw:
         out_stride = round_up(out_stride, 8)
     configs = grouped_configs(layout, out_stride % 8 == 0 and n % 8 == 0, kind=kind, operands=operands)
     config = configs[number % len(configs)].name if random.random() < 0.7 else None
+    sms = random.choice((None, None, 1, 2, 7, random.randint(1, num_sms)))
     return Draw(
         *(kind, operands, layout, groups, rows, bounds, alignment, n, max(k, 1), out_stride, random.random() < 0.5),
         scale_step=random.choice((1, 1, 1, 2, 3)),
         scale_dtype=draw_scale_dtype(random, kind),
         expected_rows=random.choice((None, 1, 20, 64, 130, 300, 5000)),
         config=config,
-        num_sms=random.choice((None, None, 1, 2, 7, random.randint(1, num_sms))),
+        num_sms=sms,
+        constant_weights=sms is None and random.random() < 0.5,
         seed=random.randrange(2**31),
     )
 
@@ -144,7 +138,7 @@ def draw_sizes(random: Random, groups: int) -> list[int]:
 
 
 class Pool:
-    """Codes and scales, made once, of which products get parts.
+    """Codes and scales, made once; products take slices of them.
 
     `a` and `b` are cut from different samples: a row of both would be a sum of squares, of which WGMMA cuts off the
     last bits all in one direction.
@@ -162,7 +156,7 @@ class Pool:
         self._scales = torch.exp2(torch.rand(1 << 22, generator=generator, device=device) * 4 - 2)
 
     def codes(self, random: Random, kind: str, operand: str, *shape: int) -> torch.Tensor:
-        """Of `a` or `b`, with rows at multiples of 16 bytes."""
+        """Codes of `a` or `b`, with rows at multiples of 16 bytes."""
         *rows, k = shape
         stride, count = round_up(k, 16), 1
         for size in rows:
@@ -180,10 +174,11 @@ class Pool:
 
 
 class Product(NamedTuple):
-    """Operands of a draw, all rows below each other; scales of rows are of one block, and without any they are 1.
+    """The operands of a draw, with all rows in one matrix. Scales of rows count as one K block; without scales they are
+    1.
 
     Attributes:
-        given_scales: those of a and b as the call takes them, of the same values.
+        given_scales: the scales of a and b as the call takes them, with the same values.
     """
 
     a: torch.Tensor
@@ -231,7 +226,7 @@ def guarded(drawn: Draw, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def multiply(product: Product, drawn: Draw, out: torch.Tensor) -> None:
-    options: dict[str, Any] = {"expected_rows": drawn.expected_rows, "num_sms": drawn.num_sms}
+    options: dict[str, Any] = {name: getattr(drawn, name) for name in ("expected_rows", "num_sms", "constant_weights")}
     options["config"] = None if drawn.config is None else CONFIGS[drawn.config]
     a, into, bounds = product.a, out, {"offs": product.bounds, "alignment": drawn.alignment}
     a_scale, b_scale = product.given_scales
@@ -306,44 +301,40 @@ def _wrong_of(
     return (far & present[..., None]).sum()
 
 
-class Fuzzer:
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self._workers, self._num_sms = arguments.workers, sms_of(self._device)
-        self._noise = noise(self._device)
-        self.ledger = Ledger(Watch(self._device), report, under_way=_UNDER_WAY, unsettled=_UNSETTLED)
+class Fuzzer(campaign.Fuzzer):
+    UNDER_WAY = 8
+
+    def __init__(self, arguments: argparse.Namespace, report: campaign.Report):
+        super().__init__(arguments, report)
         self.products = self.narrow = 0
         self.configs: set[str] = set()
 
     def load(self) -> None:
-        for name, text in load_kernels(CONFIGS.values(), self._device, self._workers).items():
-            self._report.find("not compiled", config=name, error=text[-600:])
-        self._pool = Pool(self._device, self._seed % 2**31)
+        self.load_kernels(CONFIGS.values())
+        self._pool = Pool(self.device, self.seed % 2**31)
 
-    def run_round(self, number: int) -> None:
-        drawn = draw(Random(f"{self._seed}:{number}"), number, self._num_sms)
-        product = make(self._pool, drawn, self._device)
-        buffer, out = guarded(drawn, self._device)
-        again_buffer, again = guarded(drawn, self._device)
-        self._noise()
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
+        self.drawn = drawn = draw(random, number, self.num_sms)
+        product = make(self._pool, drawn, self.device)
+        buffer, out = guarded(drawn, self.device)
+        again_buffer, again = guarded(drawn, self.device)
+        self.noise()
         multiply(product, drawn, out)
         multiply(product, drawn, again)
         faults = check(product, drawn, buffer, out)
         faults["repeated"] = (buffer.view(torch.int16) != again_buffer.view(torch.int16)).sum()
-        self.ledger.add(number, drawn, faults)
         self.products += 2
         self.narrow += 2 * drawn.is_widened
         if drawn.config:
             self.configs.add(drawn.config)
-        self.ledger.end_round()
+        return faults
 
     def counts(self) -> dict[str, Any]:
         return {"products": self.products, "calls_that_copy": self.narrow, "configs": len(self.configs)}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
-    return fuzz(Fuzzer, "fuzz of groups", options, arguments)
+    return fuzz(Fuzzer, "fuzz of groups", fuzz_parser(__doc__), arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Any call of the other products, checked: every kind, finish and format, weight gradients of one weight and of groups.
+"""Check any call of the other GEMMs: every kind, epilogue and output format, weight gradients, also of groups.
 
     PYTHONPATH=. python tests/fuzz_kinds.py --seconds 120 --out kinds.json [--seed N] [--first-round R --rounds 1]
 
@@ -13,27 +13,15 @@ Ends with status 0, or 1 when something was wrong, 3 when a product did not end 
 
 import argparse
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterator
 from itertools import count, cycle, product
 from math import inf, log2
 from random import Random
 from typing import Any, NamedTuple
 
+import campaign
 import torch
-from campaign import (
-    Ledger,
-    Report,
-    Watch,
-    fuzz,
-    lay_out,
-    load_kernels,
-    noise,
-    on_gpu,
-    parser,
-    sms_of,
-)
+from campaign import fuzz, fuzz_parser, lay_out, on_gpu
 from fuzz_groups import draw_scale_dtype, draw_sizes
 from helpers import (
     ACCUMULATION,
@@ -65,7 +53,7 @@ from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
 
 GRADIENTS = "groups of gradients"
-"""What `fp8_grouped_wgrad` makes, beside the kinds of `FAMILIES`."""
+"""The family of `fp8_grouped_wgrad`, beside those in `FAMILIES`."""
 
 FINISHES = tuple(product(BIASES, ACTIVATIONS))
 CALLS = {
@@ -88,42 +76,35 @@ SCALE_FORMS = {
     "one": lambda scale: scale[:1],
     "number": lambda scale: scale[0, 0],
 }
-"""Of scales of rows [rows, 1], as a call may be given them."""
+"""Forms in which a call may be given scales of rows [rows, 1]."""
 
 GROUPS = (1, 2, 3, 8, 16, 31, 32, 33, 64, 130)
 LARGE = Limits(m=2048, n=2048, k=2048, out=1 << 21)
 LARGE_SHARE = 0.02
 MOST_ELEMENTS = 1 << 22
-"""Of an operand or an `out`."""
+"""Most elements of an operand or an `out`."""
 
 _VARIANT = 8
-"""Kernels of one kind, format and finish: half of them choices of the selector, of which as many serve 3 of 4
-problems."""
+"""Kernels per kind, format and epilogue. Half of them are choices of the selector, which serve 3 of 4 problems."""
 
 _TRIES = 4
 """Problems drawn until one's choice is among the kernels."""
 
-_UNSETTLED = 64
-"""Calls whose results are read at once."""
-
 _SHOWN = 6
 """Elements of a wrong result that are listed."""
 
-_UNDER_WAY = 4
-"""Calls that the GPU may be behind: fewer kernels than a stream holds before a launch waits."""
 
-
-# What is drawn.
+# Draws.
 
 
 class Tokens(NamedTuple):
-    """Of groups of gradients.
+    """Groups along K, as weight gradients have them.
 
     Attributes:
         bounds: the token behind each group's last, or lies.
         total: tokens of the operands.
-        alignment, expected: as the call takes them.
-        spare_rows: of `out`, between groups.
+        alignment, expected: arguments of the call.
+        spare_rows: rows of `out` between groups.
     """
 
     bounds: tuple[int, ...]
@@ -144,11 +125,11 @@ class Draw(NamedTuple):
 
     Attributes:
         call: name of the function.
-        config: what is made, and how, unless that is the selector's choice: then `use` has none.
+        config: the kernel; the call passes it unless it is the selector's choice, when `use` has none.
         scale_forms: names of SCALE_FORMS, of a and b.
-        scale_dtype: of scales, a name of torch.
+        scale_dtype: torch's name of the scales' dtype.
         bias: where it lies, as [n, 1].
-        seed: of the values.
+        seed: the seed of the values.
     """
 
     call: str
@@ -169,12 +150,12 @@ class Draw(NamedTuple):
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        """Of each group's `out`."""
+        """The shape of each group's `out`."""
         return self.problem.m, self.problem.n // self.config.columns_per_output
 
     @property
     def out_rows(self) -> int:
-        """Of all groups, and between them."""
+        """Rows of all groups, and between them."""
         if self.tokens is None:
             return self.problem.m
         return len(self.tokens.bounds) * (self.problem.m + self.tokens.spare_rows)
@@ -201,8 +182,8 @@ class Draw(NamedTuple):
 
 
 def draw_kernels(random: Random, each: int, num_sms: int) -> list[GemmConfig]:
-    """`each` of every family of kinds and of groups of gradients, in an order of chance; every finish in turn, and
-    every kind and layout of a family."""
+    """Draw `each` kernels of every family of kinds and of grouped gradients, in random order: every epilogue in turn,
+    and every kind and layout of a family."""
     finishes = cycle(random.sample(FINISHES, len(FINISHES)))
     kernels: list[GemmConfig] = []
     for family in (*FAMILIES, GRADIENTS):
@@ -221,7 +202,7 @@ def draw_kernels(random: Random, each: int, num_sms: int) -> list[GemmConfig]:
 
 
 def selectable(config: GemmConfig) -> tuple[GemmConfig, ...]:
-    """Those that the selector chooses from to make what `config` makes."""
+    """The configs that the selector chooses from for the same product as `config`."""
     if config.by_k:
         return grouped_configs("k_offs", config.tma_store, config.accumulate)
     made = config.kind, config.output, config.accumulate, config.bias, config.activation, config.layout
@@ -229,13 +210,12 @@ def selectable(config: GemmConfig) -> tuple[GemmConfig, ...]:
 
 
 def may_be_refused(config: GemmConfig, text: str) -> bool:
-    """Whether an error says that a kernel's warps might fall apart, which a random one's may, and none of the
-    selector's."""
+    """Whether the error says that warps may diverge. That may happen to random kernels, never to the selector's."""
     return text.startswith(f"{config.name} may hang") and config not in selectable(config)
 
 
 def _draw_made(random: Random, kind: str, turn: int, finishes: Iterator[tuple[str, str]]) -> dict[str, Any]:
-    """What kernels of a variant make: fields of a config. Every fourth adds to what `out` holds."""
+    """Config fields that say what a kernel makes. Every fourth adds to `out`."""
     stored = {"tma_store": random.random() < 0.6}
     if kind == GRADIENTS:
         made = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs", "accumulate": random.random() < 0.6}
@@ -251,7 +231,7 @@ def _draw_made(random: Random, kind: str, turn: int, finishes: Iterator[tuple[st
 
 
 def draw(random: Random, kernels: dict[str, GemmConfig], number: int, num_sms: int, limits: Limits) -> Draw:
-    """A call with one of the kernels, each in turn, or whose choice is one of them."""
+    """Draw a call with one of the kernels in turn, or with the selector's choice if that is one of them."""
     config = list(kernels.values())[number % len(kernels)]
     drawn = draw_for(random, config, num_sms, limits)
     if random.random() < 0.4:
@@ -287,7 +267,7 @@ def draw_for(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -
 
 
 def _draw_call(random: Random, config: GemmConfig) -> str:
-    """One that makes such products, of one problem or another."""
+    """Draw a function that makes such products."""
     calls = CALLS[config.product.family]
     if config.kind != "fp8" or config.accumulate:
         calls = [call for call in calls if call != "fp8_gemm"]
@@ -326,7 +306,7 @@ def _draw_tokens(random: Random, limits: Limits) -> Tokens:
 
 
 class Values:
-    """Normal samples, made once, from which inputs are cut, each dtype's when it is first wanted.
+    """Normal samples, made once; inputs take slices, converted to each dtype at its first use.
 
     The two operands are cut from different halves. A row of both would have products that are all positive: WGMMAs,
     which cut off the last bits of sums of FP8 products, are then farther off than `Exact.spread` allows, which is for
@@ -339,7 +319,7 @@ class Values:
         self._converted: dict[torch.dtype, torch.Tensor] = {}
 
     def cut(self, random: Random, dtype: torch.dtype, rows: int, columns: int, *, half: int = 0) -> torch.Tensor:
-        """Of standard deviation 1; integers of 40."""
+        """Values with standard deviation 1; integers with 40."""
         count = rows * columns
         first = random.randrange(self._normal.shape[1] - count + 1)
         return self._all(dtype)[half, first : first + count].view(rows, columns)
@@ -353,12 +333,12 @@ class Values:
 
 
 class Sample(NamedTuple):
-    """The inputs of a call, and what is to come of them.
+    """A call's inputs and its expected result.
 
     Attributes:
-        operands: as the call takes them, offsets included.
-        exact, accumulation, relative_error: as in `helpers.Product`.
-        before: what `out` holds that is added to; None: `unwritten`.
+        operands: the call's operands, offsets included.
+        exact, accumulation, relative_error: see `helpers.Product`.
+        before: the values of an `out` that is added to; None: `unwritten`.
         buffer, untouched: all inputs with NaN around them, and a copy.
     """
 
@@ -402,7 +382,7 @@ def _dtype(element: Element) -> torch.dtype:
 
 
 def _shrinking(k: int) -> float:
-    """By which sums of k products get to a size at which activations bend."""
+    """The factor that brings sums of k products into the range where activations are not linear."""
     return 2.0 ** -round(log2(k) / 2)
 
 
@@ -463,7 +443,7 @@ def _expected(operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None, dra
 
 
 def multiply(sample: Sample, drawn: Draw, out: torch.Tensor) -> None:
-    """One call, into what `out` held before."""
+    """Make one call, into `out` as it is."""
     use, config = drawn.use, drawn.config
     keywords: dict[str, Any] = {"config": use.config, "num_sms": use.num_sms, "pdl": use.pdl}
     if drawn.tokens is not None:
@@ -481,7 +461,7 @@ def multiply(sample: Sample, drawn: Draw, out: torch.Tensor) -> None:
 
 
 def guarded_out(drawn: Draw, device: str) -> GuardedOut:
-    """Of groups [g, m, n], with guarded rows between them."""
+    """A guarded `out`; of groups [g, m, n], with guarded rows between them."""
     use, columns = drawn.use, drawn.out_shape[1]
     layout = {"stride": use.out_stride, "offset": use.out_offset, "dtype": _dtype(drawn.config.out)}
     guarded = GuardedOut(drawn.out_rows, columns, device=device, **layout)
@@ -491,12 +471,12 @@ def guarded_out(drawn: Draw, device: str) -> GuardedOut:
 
 
 def unwritten(dtype: torch.dtype) -> float:
-    """What `out` holds before it is written."""
+    """The value of `out` before the call."""
     return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
-    """Multiply twice: what is wrong about that, by kind, as counts left on the device.
+    """Multiply twice. Returns counts of faults by kind, on the device.
 
     The kernel before each product writes `out`, and never `b`, as `constant_weights` asks.
     """
@@ -521,7 +501,7 @@ def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
 
 
 def faults_of(out: torch.Tensor, sample: Sample, drawn: Draw) -> dict[str, torch.Tensor]:
-    """What is wrong about one result, as counts left on the device."""
+    """Counts of faults of one result, on the device."""
     faults = {"values": are_off(out, sample.exact, sample.accumulation).sum()}
     m, n, k, *_ = drawn.problem
     if min(m, n) >= 16 and k >= 64 and out.numel() >= MANY:
@@ -531,7 +511,7 @@ def faults_of(out: torch.Tensor, sample: Sample, drawn: Draw) -> dict[str, torch
 
 
 def examine(sample: Sample, drawn: Draw) -> dict[str, Any]:
-    """Of a call that was found wrong, done once more: how many elements are off, and what the first ones are."""
+    """Make a wrong call once more: count its wrong elements and list the first ones."""
     out = guarded_out(drawn, str(sample.buffer.device)).out
     out.copy_(torch.full_like(out, unwritten(out.dtype)) if sample.before is None else sample.before)
     multiply(sample, drawn, out)
@@ -543,56 +523,33 @@ def examine(sample: Sample, drawn: Draw) -> dict[str, Any]:
 # The run.
 
 
-class Fuzzer:
-    """Rounds of a seed: see the module's description."""
+class Fuzzer(campaign.Fuzzer):
+    UNDER_WAY = 4
 
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self._limits, self._num_sms = arguments.limits, sms_of(arguments.device)
-        kernels = draw_kernels(Random(f"{self._seed}:kernels"), arguments.configs, self._num_sms)
-        self._kernels = {config.name: config for config in kernels}
-        self._workers, self._noise = arguments.workers, noise(self._device)
-        counts = {"under_way": _UNDER_WAY, "unsettled": _UNSETTLED}
-        self.ledger = Ledger(Watch(self._device), report, **counts, examine=self._examine)
+    def __init__(self, arguments: argparse.Namespace, report: campaign.Report):
+        super().__init__(arguments, report)
+        self._drawn = draw_kernels(Random(f"{self.seed}:kernels"), arguments.configs, self.num_sms)
         self.products = self.narrow = 0
         self.configs: set[str] = set()
-        self.calls: Counter[str] = Counter()
 
     def load(self) -> None:
-        """Compile and load; a kernel that cannot be is a finding, unless it is none of the selector's and refused as it
-        is to be."""
-        begun = time.perf_counter()
-        refused = []
-        for name, text in load_kernels(self._kernels.values(), self._device, self._workers).items():
-            if may_be_refused(self._kernels.pop(name), text):
-                refused.append(name)
-            else:
-                self._report.find("not compiled", config=name, error=text[-600:])
-        self._report.fields |= {
-            "configs_refused": sorted(refused),
-            "configs_loaded": len(self._kernels),
-            "loading_seconds": round(time.perf_counter() - begun, 1),
-        }
-        self._values = Values(self._device, self._seed % 2**31)
+        """Kernels and values. Random kernels that are none of the selector's choices may be refused."""
+        self._kernels = {config.name: config for config in self.load_kernels(self._drawn, may_be_refused)}
+        self._values = Values(self.device, self.seed % 2**31)
 
-    def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
-        limits = LARGE if on_gpu(self._device) and random.random() < LARGE_SHARE else self._limits
-        drawn = draw(random, self._kernels, number, self._num_sms, limits)
-        try:
-            faults = check(make(self._values, drawn, self._device), drawn, self._noise)
-        except (TypeError, ValueError) as error:
-            self._report.find("refused", round=number, draw=str(drawn), error=str(error))
-            return
-        self.ledger.add(number, drawn, faults)
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
+        large = on_gpu(self.device) and random.random() < LARGE_SHARE
+        limits = LARGE if large else self.arguments.limits
+        self.drawn = drawn = draw(random, self._kernels, number, self.num_sms, limits)
+        faults = check(make(self._values, drawn, self.device), drawn, self.noise)
         self.products += 2
         self.narrow += 2 * (drawn.scale_dtype != "float32")
         self.configs.add(drawn.config.name)
         self.calls[f"{drawn.call} {drawn.config.kind}"] += 1
-        self.ledger.end_round()
+        return faults
 
-    def _examine(self, drawn: Draw) -> dict[str, Any]:
-        return examine(make(self._values, drawn, self._device), drawn)
+    def examine(self, drawn: Draw) -> dict[str, Any]:
+        return examine(make(self._values, drawn, self.device), drawn)
 
     def counts(self) -> dict[str, Any]:
         counts = {"products": self.products, "calls_that_copy": self.narrow, "configs": len(self.configs)}
@@ -600,7 +557,7 @@ class Fuzzer:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
+    options = fuzz_parser(__doc__)
     options.add_argument("--configs", type=int, default=64, help="of each family of kinds (default: %(default)s)")
     options.set_defaults(limits=USUAL)
     return fuzz(Fuzzer, "fuzz of kinds", options, arguments)

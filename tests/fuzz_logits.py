@@ -4,14 +4,13 @@ Sizes, heads, strides, ranges and block tables that are empty, overlap or lie, `
 given with guards around it or allocated; against the definition in float64. A second call must give the same bits.
 """
 
-import argparse
 import sys
-from collections import Counter
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import campaign
 import torch
-from campaign import Ledger, Report, Watch, fuzz, parser
+from campaign import fuzz, fuzz_parser
 
 from deep_tile import logits, mqa_logits, paged_mqa_logits
 
@@ -19,14 +18,14 @@ GUARD = 7.25
 FP8 = torch.float8_e4m3fn
 
 TOLERANCES = {torch.float32: 2.0**-11, torch.bfloat16: 2.0**-8}
-"""Of the sum of all magnitudes: WGMMA keeps about 14 bits of products that have up to 7; logits in BF16 have 8."""
+"""Tolerances relative to the sum of magnitudes: WGMMA keeps about 14 bits of products of up to 7 bits; BF16 has 8."""
 
 
 class Drawn(NamedTuple):
     """One call.
 
     Attributes:
-        paged: of a paged cache.
+        paged: whether keys lie in a paged cache.
         inputs: its tensors, in order.
         options: its keywords.
         gives_out: whether it is given an `out`.
@@ -103,7 +102,7 @@ def _integers(random: Random, generator: torch.Generator, count: int, limit: int
 
 
 def check(drawn: Drawn) -> dict[str, torch.Tensor]:
-    """How many logits and bytes of a call are wrong, by what is wrong about them, on its device."""
+    """Counts of wrong logits and bytes of a call by kind, on its device."""
     call = paged_mqa_logits if drawn.paged else mqa_logits
     options = drawn.options if drawn.gives_out else drawn.options | {"clean": True}
     shape = call(*drawn.inputs, **options).shape
@@ -141,7 +140,7 @@ def _define(drawn: Drawn, out: torch.Tensor, options: dict) -> None:
 
 
 def _bound(drawn: Drawn, shape: torch.Size) -> torch.Tensor:
-    """For each row, the largest sum of magnitudes that a logit can have."""
+    """The largest possible sum of magnitudes in each row."""
     q, keys, head_dim = drawn.inputs[0], drawn.inputs[1], drawn.inputs[0].shape[-1]
     weights = drawn.inputs[2 if drawn.paged else 3].abs()
     largest = keys.flatten(1)[:, : 64 * head_dim].view(FP8) if drawn.paged else keys
@@ -149,33 +148,18 @@ def _bound(drawn: Drawn, shape: torch.Size) -> torch.Tensor:
     return ((sums * weights).sum(1, keepdim=True) * 1.5).expand(shape)
 
 
-class Fuzzer:
-    """Rounds of a seed, one call and its repetition each."""
-
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device = arguments.seed, arguments.device
-        self.ledger = Ledger(Watch(self._device), report, under_way=2, unsettled=64)
-        self.rounds: Counter[str] = Counter()
-
-    def load(self) -> None:
-        """Nothing: kernels are loaded as they are met."""
-
-    def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
-        most = 2**20 if self._device == "cpu" else random.choice((2**23, 2**27, 2**31))  # to many tiles for each SM
-        case = draw_case(random, self._device, most)
-        shapes = [list(x.shape) for x in case.inputs]
-        self.ledger.add(number, f"{shapes} {case.options} gives_out={case.gives_out}", check(case))
-        self.rounds["paged" if case.paged else "keys"] += 1
-        self.ledger.end_round()
-
-    def counts(self) -> dict[str, Any]:
-        return {"calls_that_copy": 2 * self.rounds.total(), "calls": dict(sorted(self.rounds.items()))}
+class Fuzzer(campaign.Fuzzer):
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
+        most = 2**20 if self.device == "cpu" else random.choice((2**23, 2**27, 2**31))  # to many tiles for each SM
+        case = draw_case(random, self.device, most)
+        self.drawn = f"{[list(x.shape) for x in case.inputs]} {case.options} gives_out={case.gives_out}"
+        faults = check(case)
+        self.calls["paged" if case.paged else "keys"] += 1
+        return faults
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
-    return fuzz(Fuzzer, "fuzz of logits", options, arguments)
+    return fuzz(Fuzzer, "fuzz of logits", fuzz_parser(__doc__), arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Products by parts of K of any size, layout and magnitude, checked element by element: `thin_gemm`, `prenorm_gemm`.
+"""Check thin GEMMs (`thin_gemm`, `prenorm_gemm`) of any size, layout and magnitude, element by element.
 
     PYTHONPATH=. python tests/fuzz_thin.py --seconds 120 --out thin.json [--seed N] [--first-round R --rounds 1]
 
@@ -9,15 +9,14 @@ and no byte may change around what is written. A round depends on the seed and i
 Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
 
-import argparse
 import sys
-from collections import Counter
 from math import prod
 from random import Random
 from typing import Any
 
+import campaign
 import torch
-from campaign import Ledger, Report, Watch, fuzz, parser
+from campaign import fuzz, fuzz_parser
 
 import deep_tile
 
@@ -26,14 +25,14 @@ LENGTHS = (1, 8, 40, 63, 64, 65, 128, 520, 1000, 4096, 7168, 16384)
 MOST_OPERATIONS = 2**31
 GUARD = 64
 DTYPES = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""And what rounding to them may change, of a number."""
+"""Output dtypes, with their relative rounding error."""
 
 SUM_ERROR = {3: 4e-7, 2: 8e-6}
-"""Of the sum of magnitudes: what is left of FP32 sums, which grows with their length, and of two terms."""
+"""Error relative to the sum of magnitudes, by the number of terms. That of FP32 sums grows with their length."""
 
 
 def matrix(random: Random, *shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Rows that begin at multiples of 16 bytes, some with a gap behind them, of magnitudes that differ."""
+    """Rows that begin at multiples of 16 bytes, some with a gap behind them, of different magnitudes."""
     padded = -(-shape[-1] // 8) * 8 + random.choice((0, 0, 8, 64))
     x = torch.randn(*shape[:-1], padded, device=device)
     if random.random() < 0.5:
@@ -44,7 +43,7 @@ def matrix(random: Random, *shape: int, dtype: torch.dtype, device: str) -> torc
 
 
 class Guarded:
-    """What is written to, between bytes that nobody may touch."""
+    """A target between guard elements that nobody may write."""
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: str):
         self.memory = torch.full((prod(shape) + 2 * GUARD,), float("nan"), dtype=dtype, device=device)
@@ -114,40 +113,26 @@ def check_prenorm(random: Random, sizes: tuple[int, int, int], device: str) -> t
     return f"prenorm {[m, n, k]} {splits}", found
 
 
-class Fuzzer:
-    """Rounds of a seed: see the module's description."""
-
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self.ledger = Ledger(Watch(self._device), report, under_way=2, unsettled=64)
-        self.rounds: Counter[str] = Counter()
-
+class Fuzzer(campaign.Fuzzer):
     def load(self) -> None:
         deep_tile.precompile_thin()
 
-    def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(random.randrange(2**31))
         sizes = random.choice(SIZES), random.choice(SIZES), random.choice(LENGTHS)
         while prod(sizes) > MOST_OPERATIONS:
             sizes = random.choice(SIZES), random.choice(SIZES), random.choice(LENGTHS)
         check = random.choice((check_thin, check_thin, check_prenorm))
-        try:
-            drawn, found = check(random, sizes, self._device)
-        except (TypeError, ValueError) as error:
-            self._report.find("refused", round=number, error=str(error))
-            return
-        self.ledger.add(number, drawn, {kind: count.long() for kind, count in found.items()})
-        self.rounds[drawn.split()[0]] += 1
-        self.ledger.end_round()
+        self.drawn, found = check(random, sizes, self.device)
+        self.calls[self.drawn.split()[0]] += 1
+        return found
 
     def counts(self) -> dict[str, Any]:
-        return {"products": 2 * self.rounds.total(), "kinds": dict(sorted(self.rounds.items()))}
+        return {"products": 2 * self.calls.total(), "kinds": dict(sorted(self.calls.items()))}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
-    return fuzz(Fuzzer, "fuzz of thin products", options, arguments)
+    return fuzz(Fuzzer, "fuzz of thin products", fuzz_parser(__doc__), arguments)
 
 
 if __name__ == "__main__":

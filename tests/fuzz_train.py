@@ -6,17 +6,16 @@ those of the recipe's definition, written down here once more in float64; a seco
 other way of enqueueing a small layer, too.
 """
 
-import argparse
 import sys
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from random import Random
 from typing import Any, NamedTuple
 
+import campaign
 import torch
 import torch.nn.functional as F
-from campaign import Ledger, Report, Watch, fuzz, noise, parser
+from campaign import fuzz, fuzz_parser
 from expected import ACCUMULATION
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -425,32 +424,22 @@ def check(drawn: Drawn, disturb: Callable[[], None]) -> dict[str, torch.Tensor]:
     return faults
 
 
-class Fuzzer:
-    """Rounds of a seed, one step and its repetition each."""
+class Fuzzer(campaign.Fuzzer):
+    UNSETTLED = 16
 
-    def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._seed, self._device = arguments.seed, arguments.device
-        self._noise = noise(self._device)
-        self.ledger = Ledger(Watch(self._device), report, under_way=2, unsettled=16)
-        self.rounds: Counter[str] = Counter()
-
-    def load(self) -> None:
-        """Nothing: kernels are loaded as they are met."""
-
-    def run_round(self, number: int) -> None:
-        random = Random(f"{self._seed}:{number}")
-        drawn = draw(random, self._device, 2**18 if self._device == "cpu" else random.choice((2**22, 2**27, 2**30)))
-        self.ledger.add(number, drawn, check(drawn, self._noise))
-        self.rounds[drawn.what] += 1
-        self.ledger.end_round()
+    def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
+        most = 2**18 if self.device == "cpu" else random.choice((2**22, 2**27, 2**30))
+        self.drawn = draw(random, self.device, most)
+        faults = check(self.drawn, self.noise)
+        self.calls[self.drawn.what] += 1
+        return faults
 
     def counts(self) -> dict[str, Any]:
-        return {"calls_that_copy": 2 * self.rounds.total(), "steps": dict(sorted(self.rounds.items()))}
+        return {"calls_that_copy": 2 * self.calls.total(), "steps": dict(sorted(self.calls.items()))}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser(__doc__.splitlines()[0], seconds=60)
-    return fuzz(Fuzzer, "fuzz of training steps", options, arguments)
+    return fuzz(Fuzzer, "fuzz of training steps", fuzz_parser(__doc__), arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What tests share: poisoned inputs, guarded outputs, exact products and activations, and how far one may be off.
+"""Shared helpers of the tests: poisoned inputs, guarded outputs, exact products and activations, and tolerances.
 
 Used by the test modules and by sanitize.py, on either device. Invariant: whatever a kernel has no business to read is
 NaN, and whatever it has no business to write is checked bit for bit.
@@ -31,7 +31,7 @@ from deep_tile.reference import MAX_RELATIVE_ERROR
 
 BF16_ROUNDING = 2**-8
 ROUNDING = {torch.bfloat16: BF16_ROUNDING, torch.float16: 2**-11, torch.float32: 2**-24, torch.int32: 0}
-"""Of a number that is rounded to a dtype, relative to it, at most."""
+"""Largest relative error of rounding to a dtype."""
 
 RELATIVE_ERRORS = {
     **{torch.bfloat16: MAX_RELATIVE_ERROR, torch.float16: MAX_RELATIVE_ERROR / 8, torch.float32: 1e-5},
@@ -43,11 +43,11 @@ MANY = 20_000
 """Elements that a product has at least to be held against them: of fewer, rounding alone may exceed the bar."""
 
 ACCUMULATION = 8e-3
-"""Most that an element may be off beyond its rounding, in units of `Exact.spread`: over ten standard deviations of an
-accumulation error that meets the bar, yet less than losing one product of a K block."""
+"""Largest error of an element beyond its rounding, in units of `Exact.spread`: over ten standard deviations of an
+accumulation error that meets the bar, yet less than one lost product of a K block."""
 
 ACCUMULATION_WITHOUT_SCALES = 1e-3
-"""The same of BF16 and FP16 operands, whose WGMMAs add up in FP32: less than losing one product of any K tested."""
+"""The same for BF16 and FP16, whose WGMMAs add in FP32: less than one lost product of any tested K."""
 
 INT8_SIZE = 40
 """Standard deviation of normal samples that are rounded to INT8."""
@@ -62,7 +62,7 @@ SCALE_STRIDES = {
     "column_aligned": lambda rows, groups: (1, round_up(rows, 4)),
     "scattered": lambda rows, groups: (3, 3 * rows + 2),
 }
-"""Strides of a scale of [rows, groups], by the layout's name."""
+"""Strides of a scale [rows, groups], by the name of the layout."""
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -138,7 +138,7 @@ def rearranged(
     a_scale: str = "row",
     b_scale: str = "row",
 ) -> Operands:
-    """The leading m, n and k of `operands`, each tensor in a buffer of its own with NaN all around.
+    """The leading m, n and k of `operands`, each tensor in its own buffer with NaN around it.
 
     Args:
         a_padding, b_padding: bytes between rows, beyond what rounding k up to 16 leaves; multiples of 16.
@@ -176,7 +176,7 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 class GuardedOut:
-    """An `out` of NaN, with its row stride and offset, in the middle of a buffer of the same bits.
+    """An `out` of NaN with the given row stride and offset, in the middle of a buffer of the same bits.
 
     Attributes:
         out: [m, n] of `dtype`; its address is `offset` elements past a multiple of 16 bytes.
@@ -194,7 +194,7 @@ class GuardedOut:
     ):
         self._words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
         strides = (n if stride is None else stride, 1)
-        # As far as a tile reaches that is not clipped.
+        # A tile that is not clipped reaches this far.
         margin = round_up(256 * strides[0] + 256, 8)
         self._region = ((m, n), strides, margin + offset)
         size = 2 * margin + offset + _extent((m, n), strides)
@@ -233,11 +233,12 @@ def exact_product(
     columns: torch.Tensor | None = None,
     b_rows: int = SCALE_BLOCK,
 ) -> Exact:
-    """The definition of fp8_gemm in float64, written apart from deep_tile.reference; of some rows and columns if given.
+    """The definition of fp8_gemm in float64, written independently of deep_tile.reference; for some rows and columns if
+    given.
 
     Args:
         rows, columns: indices into m and n; all of them when None.
-        b_rows: of b, that share a scale.
+        b_rows: rows of b that share a scale.
     """
     m, n, _ = operands.sizes
     device = operands.a.device
@@ -264,7 +265,7 @@ def make_dense_operands(
     b_padding: int = 0,
     layout: str = "nt",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`a` and `b` of `gemm`: normal samples, each in a buffer of its own with NaN all around; the seed is fresh.
+    """Operands `a` and `b` of `gemm`: fresh normal samples, each in its own buffer with NaN around it.
 
     Args:
         a_padding, b_padding: elements between rows, or columns that are adjacent, beyond what rounding them up to 16
@@ -298,11 +299,11 @@ def exact_dense_product(a: torch.Tensor, b: torch.Tensor) -> Exact:
 
 
 class Product(NamedTuple):
-    """A product of a kind.
+    """A GEMM of one kind: its call, operands, exact result and tolerances.
 
     Attributes:
         call: the function that makes it.
-        operands: of the call, each in a buffer of its own with NaN, or what those bytes are as integers, all around.
+        operands: the call's operands, each in its own buffer with NaN, or its bytes as integers, around it.
         exact: the product.
         accumulation, relative_error: most that an element and the whole may be off beyond rounding, see `ACCUMULATION`.
     """
@@ -315,7 +316,7 @@ class Product(NamedTuple):
 
     @property
     def op(self) -> tuple[Any, dict[str, Any]]:
-        """Of torch.ops, the call's, and the keywords that it has."""
+        """The op of torch.ops, and the call's keywords that it has."""
         function = getattr(self.call, "func", self.call)
         return getattr(torch.ops.deep_tile, function.__name__), getattr(self.call, "keywords", {})
 
@@ -338,12 +339,12 @@ def make_product(
     scales: str = "row",
     layout: str = "nt",
 ) -> Product:
-    """Random operands of a kind of `kinds.KINDS`, with a fresh seed.
+    """Random operands of a kind in `kinds.KINDS`, with a fresh seed.
 
     Args:
         padding: bytes between rows of the operands, beyond what rounding them up to 16 leaves; a multiple of 16.
         scales: a name of SCALE_STRIDES; of scales of rows "row" is one for each, and others are one of all.
-        layout: of the operands, a name in `kinds.LAYOUTS`.
+        layout: the operands' layout, a name in `kinds.LAYOUTS`.
     """
     seed = int(os.environ.get("DEEP_TILE_TEST_SEED") or secrets.randbits(31))
     print(f"make_product({kind!r}, {m}, {n}, {k}, seed={seed}, layout={layout!r})")
@@ -375,16 +376,16 @@ def make_product(
 
 
 def product_of(kind: str, operands: tuple[torch.Tensor, ...]) -> Product:
-    """What a product of a kind is to be. Enqueues work on the operands' device and does not wait.
+    """The exact product of a kind and its tolerances. Enqueues work on the operands' device and does not wait.
 
     Args:
-        operands: of normal samples, scales in float32.
+        operands: normal samples, with scales in float32.
     """
     if len(operands) == 2:
         return Product(gemm, operands, exact_dense_product(*operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
     family, operands = KINDS[kind].family, Operands(*operands)
     if family == "fp8_1x128":
-        # Of one block the scales are those of rows, and so is the kernel: as accurate.
+        # With one K block, scales of 1x128 are scales of rows, whose kernel is as accurate.
         return Product(scaled_gemm, operands, exact_product(operands, b_rows=1), ACCUMULATION, MAX_RELATIVE_ERROR)
     if family == "fp8":
         call = fp8_gemm if kind == "fp8" else scaled_gemm
@@ -403,7 +404,7 @@ def product_of(kind: str, operands: tuple[torch.Tensor, ...]) -> Product:
 
 
 def exact_of_groups(operands: Operands, tokens: list[tuple[int, int]]) -> Exact:
-    """The products of `fp8_grouped_wgrad` over the tokens of each group, [g, n, k]; zeros of a group without."""
+    """The products of `fp8_grouped_wgrad` over each group's tokens, [g, n, k]; zeros for an empty group."""
     dy, dy_scale, x, x_scale = operands
     n, k = (torch.arange(len(codes), device=dy.device) for codes in (dy, x))
     wide = _scaled(dy, dy_scale, n, n), _scaled(x, x_scale, k, k)
@@ -417,7 +418,7 @@ def exact_of_groups(operands: Operands, tokens: list[tuple[int, int]]) -> Exact:
 
 
 def blank_tokens(operands: Operands, tokens: list[tuple[int, int]]) -> None:
-    """Fill up each group's last 128 tokens with zeros, and make NaN of tokens of no group, and of their scales."""
+    """Fill each group's last block of 128 tokens with zeros; set tokens of no group, and their scales, to NaN."""
     device, s = operands.a.device, operands.a.shape[1]
     dead, filling = torch.ones(s, dtype=torch.bool), torch.zeros(s, dtype=torch.bool)
     for begin, end in tokens:
@@ -429,7 +430,7 @@ def blank_tokens(operands: Operands, tokens: list[tuple[int, int]]) -> None:
 
 
 def with_finish(product: Product, bias_format: str = "none", activation: str = "none") -> Product:
-    """The same with a bias and an activation, and `a` made so small that this bends what it makes.
+    """The same product with a bias and an activation, with `a` so small that the activation is not linear.
 
     Args:
         bias_format, activation: names in `kinds.BIASES` and `kinds.ACTIVATIONS`. The bias has a stride of 3, and NaN
@@ -455,7 +456,7 @@ def with_finish(product: Product, bias_format: str = "none", activation: str = "
 
 
 def added(product: Product, before: torch.Tensor) -> Product:
-    """What becomes of `before` that a product is added to, in its own format: both the product and the sum are rounded.
+    """The expected sum of a product and `before`, in the latter's format: both the product and the sum are rounded.
     Enqueues work on its device and does not wait."""
     value, spread = product.exact
     spread = spread + ROUNDING[before.dtype] / product.accumulation * value.abs()
@@ -472,7 +473,7 @@ def few_integers(x: torch.Tensor) -> torch.Tensor:
 
 
 def finished_product(product: Product, bias: torch.Tensor | None, activation: str) -> Product:
-    """What becomes of a product. Enqueues work on its device and does not wait."""
+    """The product after its epilogue. Enqueues work on its device and does not wait."""
     value, spread = product.exact
     exact = Exact(value if bias is None else value + bias.double(), spread)
     call = partial(product.call, bias=bias, activation=None if activation == "none" else activation)
@@ -486,7 +487,7 @@ _STEPS_OF_A_FINISH = 5e-7
 
 
 def _activated(exact: Exact, activation: str, accumulation: float) -> Exact:
-    """What becomes of sums, and of their errors and those of FP32 steps, in float64."""
+    """Apply an activation to sums, and carry their errors and those of its FP32 steps through it, in float64."""
     value = exact.value
     spread = exact.spread + _STEPS_OF_A_FINISH / accumulation * value.abs()
     if activation == "none":
@@ -524,7 +525,7 @@ def assert_accurate(
 
 
 def are_off(out: torch.Tensor, exact: Exact, accumulation: float) -> torch.Tensor:
-    """Which elements are farther off than rounding and a little accumulation error; left on their device."""
+    """Which elements exceed the error of rounding and accumulation; on their device."""
     error = (out.double() - exact.value).abs()
     if not out.is_floating_point():
         return error != 0
@@ -534,7 +535,7 @@ def are_off(out: torch.Tensor, exact: Exact, accumulation: float) -> torch.Tenso
 
 
 def whole_error(out: torch.Tensor, exact: Exact) -> torch.Tensor:
-    """Of the whole, by Frobenius norms; left on its device. 0 / 0 is 0."""
+    """Relative error of the whole, by Frobenius norms; on its device. 0 / 0 is 0."""
     norm = exact.value.norm()
     error = (out.double() - exact.value).norm()
     return torch.where(error == 0, error, error / norm)
@@ -570,7 +571,8 @@ class Bounds(NamedTuple):
 
 
 def silu_mul_bounds(gate_up: torch.Tensor, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0) -> Bounds:
-    """Of gate * sigmoid(alpha * gate) * (up + beta) in FP32, as `silu_mul_cast_to_fp8` promises it; in float64."""
+    """Bounds of gate * sigmoid(alpha * gate) * (up + beta) in FP32, as `silu_mul_cast_to_fp8` documents it; in
+    float64."""
     numbers = sources.gating(limit, alpha, beta)
     gate, up = gate_up.cpu().double().chunk(2, -1)
     gate, up = gate.clamp(max=numbers.limit), up.clamp(-numbers.limit, numbers.limit) + numbers.beta
@@ -591,7 +593,8 @@ def assert_silu_mul_cast(
     round_scale: str = "none",
     **numbers: float,
 ) -> None:
-    """A cast of the activation is one of numbers within its bounds. Looks at `rows`, of all leading dimensions.
+    """Assert that a cast of the activation results from numbers within its bounds. Checks `rows`, counted over all
+    leading dimensions. Raises AssertionError.
 
     Raises AssertionError.
     """
@@ -619,7 +622,7 @@ def _groups_of_128(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_of(amax: torch.Tensor, round_scale: str) -> torch.Tensor:
-    """In float64, in which a power of two times 448 is told from its neighbours."""
+    """The scale in float64, which tells a power of two times 448 from its neighbours."""
     scale = amax / FP8_MAX
     if round_scale == "none":
         return scale
@@ -631,8 +634,7 @@ CHOICES = ("any", "hot", "one", "none")
 
 
 def some_choices(tokens: int, top_k: int, experts: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
-    """What `sort_by_expert` sorts: of any expert and of numbers that are none, of one for the most part or alone, or of
-    none."""
+    """Inputs of `sort_by_expert`: any experts and numbers that are none, mostly or only one expert, or none at all."""
     chosen = torch.randint(-1, experts + 1, (tokens, top_k)).to(dtype)
     if kind == "any":
         limits = torch.iinfo(dtype)
@@ -651,7 +653,7 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def load_example(name: str) -> ModuleType:
-    """A file of `EXAMPLES` as a module of its own, whatever else is called `examples` here."""
+    """Import a file of `EXAMPLES` under a name of its own, whatever else is called `examples`."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

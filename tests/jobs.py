@@ -1,4 +1,4 @@
-"""Products that stress.py repeats: made ready on a quiet GPU, and compared with that, bit by bit, beside other work.
+"""GEMMs that stress.py repeats. Each runs on a quiet GPU first; later results must have the same bits.
 
 A job is a call of `fp8_gemm`, of another kind's function or of groups of gradients, as fuzz_kinds.py draws them, or of
 groups of rows, as fuzz_groups.py does. Invariant: all of an `out` and what lies around it is compared, so that a stray
@@ -31,7 +31,7 @@ _POISON = -1
 
 
 class Spec(NamedTuple):
-    """A product of `fp8_gemm` to repeat.
+    """A GEMM of `fp8_gemm` to repeat.
 
     Attributes:
         chain: each call needs the one before: its result, read as FP32, is the next one's scale of `a`.
@@ -79,11 +79,11 @@ class Outs:
 
 
 class Job:
-    """A product's results on a quiet GPU, and how many calls had others.
+    """A GEMM's results on a quiet GPU, and the number of calls that differed.
 
     Attributes:
-        config: of its kernel.
-        calls: how many were compared.
+        config: its kernel's config.
+        calls: the number of calls compared.
         chained: each call has a result of its own.
     """
 
@@ -99,14 +99,14 @@ class Job:
     def __str__(self) -> str:
         return str(self._what)
 
-    # What a product is.
+    # For subclasses.
 
     def multiply(self, step: int) -> None:
-        """One call, into `outs[step]`."""
+        """Make one call, into `outs[step]`."""
         raise NotImplementedError
 
     def blank(self) -> None:
-        """Make `outs` what they are before a call."""
+        """Restore `outs` to their state before a call."""
         self.outs.bits.fill_(_POISON)
 
     def check(self) -> None:
@@ -151,7 +151,7 @@ class Job:
         watch.drain()
 
     def differing(self) -> int:
-        """How many calls had other bits. Waits for what has been enqueued on the current stream."""
+        """The number of calls with other bits. Waits for the current stream."""
         return int(self._differing.item())
 
     def repeat(self) -> None:
@@ -170,7 +170,8 @@ class Job:
             self._differing += (self.outs.bits != self._expected).any(1).sum()
 
     def _capture(self) -> None:
-        """As deep_tile.timing.capture does, for the same reason; by one thread's rules, since others may be at work."""
+        """Capture a graph as deep_tile.timing.capture does, in thread-local mode, since other threads may be at
+        work."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         self._graph = torch.cuda.CUDAGraph()
@@ -185,7 +186,7 @@ class Job:
 
 
 class GemmJob(Job):
-    """Of `fp8_gemm`."""
+    """A job of `fp8_gemm`."""
 
     def __init__(self, spec: Spec, pool: OperandPool, random: Random, device: str):
         outs = Outs((spec.m, spec.n), (spec.n, 1), torch.bfloat16, device)
@@ -211,8 +212,8 @@ class GemmJob(Job):
             assert wrong == 0, f"{wrong} of {out.numel()} elements are off in call {step}"
 
     def _scale(self, step: int) -> torch.Tensor:
-        """Of `a`, for one call. The upper half of an FP32 number is a BF16 number, so a pair of results reads as a
-        number like its second."""
+        """The scale of `a` for one call. The upper half of an FP32 number is a BF16 number, so a pair of BF16 results
+        reads as an FP32 number like the second."""
         scale = self._operands.a_scale
         if step == 0 or not self.chained:
             return scale
@@ -226,7 +227,7 @@ class GemmJob(Job):
 
 
 class KindJob(Job):
-    """Of any kind, or of groups of gradients."""
+    """A job of any kind, or of grouped weight gradients."""
 
     def __init__(self, drawn: fuzz_kinds.Draw, values: fuzz_kinds.Values, device: str):
         (rows, columns), stride = drawn.out_shape, drawn.use.out_stride
@@ -254,7 +255,7 @@ class KindJob(Job):
 
 
 class GroupJob(Job):
-    """Of groups of rows."""
+    """A job of row groups."""
 
     def __init__(self, drawn: fuzz_groups.Draw, pool: fuzz_groups.Pool, device: str):
         outs = Outs((drawn.total, drawn.n), (drawn.out_stride, 1), torch.bfloat16, device)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from orders import Order
 
 Name = tuple
-"""Of a barrier or a buffer: its block, what it is, which one of them. Block -1: of no block."""
+"""A barrier's or a buffer's name: its block, what it is, and its number. Block -1 belongs to no block."""
 
 DEADLOCK = "deadlock"
 OVERWRITTEN = "overwritten before it was read"
@@ -35,7 +35,7 @@ TILES = "elements not stored once"
 
 
 class Fault(Exception):
-    """What is wrong (one of the kinds above), where, and the steps that lead there if they were followed."""
+    """A fault: one of the kinds above, where it is, and the steps that lead to it if they were recorded."""
 
     def __init__(self, kind: str, where: str):
         super().__init__(f"{kind}: {where}")
@@ -44,7 +44,7 @@ class Fault(Exception):
 
 
 class Region(NamedTuple):
-    """Rows of a buffer: what a write leaves there, or what a read must find there."""
+    """Rows of a buffer: what a write leaves there, or what a read must find."""
 
     buffer: Name
     begin: int
@@ -116,7 +116,7 @@ class Issue(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Until all of the process's flights of a group have landed, but for the last `pending`."""
+    """Wait until all but the last `pending` of the process's flights of a group have landed."""
 
     group: str
     pending: int = 0
@@ -132,7 +132,7 @@ class Process(NamedTuple):
 
 
 Cells = tuple[tuple[int, tuple], ...]
-"""Cells, with what each is to hold."""
+"""Cells, and what each must hold."""
 
 
 class Flight(NamedTuple):
@@ -149,8 +149,7 @@ class Flight(NamedTuple):
 
 
 class Meet(NamedTuple):
-    """The arrival of a Reach or Sync, linked. Whoever meets at a named barrier does so in each of its phases: this one
-    has to count in phase `phase`."""
+    """The linked arrival of a Reach or Sync. It must count in `phase`: who meets at a named barrier does so in each."""
 
     barrier: int
     arrivals: int
@@ -164,7 +163,7 @@ class Landed(NamedTuple):
 
 
 class State:
-    """Of all processes, flights, barriers and cells.
+    """The state of all processes, flights, barriers and cells.
 
     Attributes:
         positions: of each process, in its program.
@@ -187,7 +186,7 @@ class State:
         return twin
 
     def key(self) -> int:
-        """What tells states apart: the steps that have been done, and what they have left."""
+        """The key that tells states apart: the steps done, and their effects."""
         barriers = (*self.phases, *self.arrived, *self.missing)
         return hash((tuple(self.positions), self.under_way, barriers, tuple(self.holds)))
 
@@ -275,7 +274,7 @@ class Machine:
         )
 
     def _turns(self) -> dict[tuple[int, tuple], int]:
-        """When what a cell holds is to be read: a number that grows with its readers' programs."""
+        """When each cell must be read: a number that grows along its readers' programs."""
         reads = (read for program in self.programs for operation in program for read in getattr(operation, "reads", ()))
         turns: dict[tuple[int, tuple], int] = {}
         for read in reads:
@@ -323,7 +322,7 @@ class Machine:
             self._exit(state, self.processes[process].block)
 
     def _exit(self, state: State, block: int) -> None:
-        """Of a process; memory is gone with the last of its block."""
+        """Exit a process. A block's memory is gone with its last process."""
         state.running[block] -= 1
         left = state.under_way & self._touching[block]
         if state.running[block] == 0 and left:
@@ -391,7 +390,7 @@ class Machine:
         return len(self.processes) + flight.number
 
     def flights_of(self, bits: int) -> Iterator[Flight]:
-        """One for each bit."""
+        """The flights of a bit set."""
         while bits:
             yield self.flights[(bits & -bits).bit_length() - 1]
             bits &= bits - 1
@@ -418,7 +417,7 @@ class Machine:
             self.land(state, flight, order)
 
     def check_end(self, state: State) -> None:
-        """Where nothing can be done any more: raises Fault if something is left to do."""
+        """Check a state without further steps. Raises Fault if work is left."""
         stuck = [i for i, program in enumerate(self.programs) if state.positions[i] < len(program)]
         if not stuck:
             return
@@ -433,7 +432,7 @@ class Machine:
         return f"{self.actor_name(actor)} arrives on {self.barrier_name(barrier)}"
 
     def step_name(self, actor: int, position: int = 0) -> str:
-        """Of what a process does there, or of a flight's landing."""
+        """The name of a process's step there, or of a flight's landing."""
         name = self.actor_name(actor)
         if actor >= len(self.processes):
             return f"{name} lands"
@@ -461,7 +460,7 @@ class Machine:
         return _text(next(name for name, cells in self._cells.items() if cell in cells.values()))
 
     def actor_name(self, actor: int) -> str:
-        """Of a process, or of a flight."""
+        """The name of a process or a flight."""
         if actor < len(self.processes):
             return self.processes[actor].name
         flight = self.flights[actor - len(self.processes)]
@@ -484,7 +483,7 @@ def _bits(numbers: Iterable[int]) -> int:
 
 
 def _cells(processes: list[Process], buffers: dict[Name, int]) -> dict[Name, dict[int, int]]:
-    """Of each buffer, the rows at which a cell begins, and its number. Raises Fault."""
+    """For each buffer, the rows at which cells begin, and the cells' numbers. Raises Fault."""
     starts: dict[Name, set[int]] = {name: {0} for name in buffers}
     for process in processes:
         for operation in process.operations:

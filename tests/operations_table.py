@@ -1,4 +1,4 @@
-"""docs/operations.md: what each operation takes, from its function's signature and its description.
+"""Generate docs/operations.md, the table of each operation's arguments, from signatures and descriptions.
 
     python tests/operations_table.py --update
 
@@ -7,12 +7,15 @@ writes the table; test_operation.py holds the page to it.
 
 import argparse
 import inspect
+from importlib import import_module
 from pathlib import Path
 
 import deep_tile
-from deep_tile.dense import Differentiable
+from deep_tile.dense import Differentiable, Product
 from deep_tile.discovery import OPS
-from deep_tile.operation import OPERATIONS
+from deep_tile.gemm_cast import ProductCast
+from deep_tile.linear import Linear
+from deep_tile.operation import OPERATIONS, Operation
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
 BEGIN, END = "<!-- made by tests/operations_table.py -->", "<!-- end -->"
@@ -22,41 +25,49 @@ KEYWORDS = (
     "constant_weights",
 )
 
-FUNCTIONS = (
-    *("fp8_gemm", "gemm", "scaled_gemm", "int8_gemm", "fp8_wgrad", "fp8_gemm_cast", "fp8_linear"),
-    *("fp8_grouped_gemm", "grouped_gemm", "scaled_grouped_gemm", "fp8_grouped_wgrad"),
-    *("per_token_cast_to_fp8", "per_block_cast_to_fp8", "transposed_cast_to_fp8", "cast_both", "cast_weight"),
-    *("transpose_fp8", "silu_mul_cast_to_fp8", "combine", "sort_by_expert"),
-)
 
-WITHOUT_SIZES = {
-    "prepare": ("fp8_gemm",),
-    "precompile": (*FUNCTIONS[:11],),
-    "supports": (*FUNCTIONS[:4], *FUNCTIONS[7:11]),
-    "explain": (*FUNCTIONS[:5], *FUNCTIONS[7:11]),
-    "tune": (*FUNCTIONS[:5], *FUNCTIONS[7:11]),
+def is_one_product(each: Operation) -> bool:
+    return isinstance(each, Product) and not isinstance(each, ProductCast)
+
+
+def is_compiled_before(each: Operation) -> bool:
+    names = vars(import_module(f"deep_tile.{OPS[each.name]}"))
+    return bool(each.groupings) or any(name.startswith("precompile_") for name in names)
+
+
+BEFORE_CALLS = {
+    "prepare": lambda each: each.name == "fp8_gemm",
+    "precompile": is_compiled_before,
+    "supports": lambda each: bool(each.groupings),
+    "explain": is_one_product,
+    "tune": is_one_product,
 }
-"""What is asked with sizes alone, or before calls, and which operations it knows."""
+"""Functions that are asked with sizes alone or before calls, and the operations that they know."""
 
 
-def gradient(name: str) -> str:
-    operation = OPERATIONS.get(name)
-    if isinstance(operation, Differentiable) or name == "fp8_linear":
+def operations() -> list[Operation]:
+    """Public functions that are operations, products first."""
+    for module in {*OPS.values()}:
+        import_module(f"deep_tile.{module}")
+    known = [OPERATIONS[name] for name in OPS if name in OPERATIONS and name in deep_tile.__all__]
+    return sorted(known, key=lambda each: (not each.groupings, each.name))
+
+
+def gradient(each: Operation) -> str:
+    if isinstance(each, (Differentiable, Linear)):
         return "yes"
-    return "`" + operation.to_train.removeprefix("call ") + "`" if operation and operation.to_train else "no"
+    return "`" + each.to_train.removeprefix("call ") + "`" if each.to_train else "no"
 
 
 def table() -> str:
-    for module in {*OPS.values()}:
-        __import__(f"deep_tile.{module}")
-    columns = (*KEYWORDS, *WITHOUT_SIZES)
+    columns = (*KEYWORDS, *BEFORE_CALLS)
     lines = ["| | " + " | ".join((*(f"`{name}`" for name in columns), "gradient")) + " |"]
     lines.append("|" + " --- |" * (len(columns) + 2))
-    for name in FUNCTIONS:
-        takes = inspect.signature(getattr(deep_tile, name)).parameters
-        cells = ["yes" if column in takes else "" for column in KEYWORDS]
-        cells += ["yes" if name in known else "" for known in WITHOUT_SIZES.values()]
-        lines.append("| " + " | ".join((f"`{name}`", *cells, gradient(name))) + " |")
+    for each in operations():
+        takes = inspect.signature(getattr(deep_tile, each.name)).parameters
+        cells = [column in takes for column in KEYWORDS] + [knows(each) for knows in BEFORE_CALLS.values()]
+        texts = ("yes" if cell else "" for cell in cells)
+        lines.append("| " + " | ".join((f"`{each.name}`", *texts, gradient(each))) + " |")
     return "\n".join(lines)
 
 

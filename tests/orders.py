@@ -68,7 +68,7 @@ def prove(machine: Machine) -> int:
 
 
 class Order:
-    """Which steps come before which, whatever the order. Sets of steps are integers with a bit for each."""
+    """A partial order: which steps come before which in every run. A set of steps is an integer with a bit for each."""
 
     def __init__(self, machine: Machine):
         barriers = len(machine.barrier_names)
@@ -90,7 +90,7 @@ class Order:
         return step
 
     def _demand(self, kind: str, actor: int, steps: int, what: Callable[[], str], past: int | None = None) -> None:
-        """That an actor's past, or the one given, holds these steps. Raises Fault."""
+        """Require that an actor's past, or the given one, contains these steps. Raises Fault."""
         missing = steps & ~(self._past[actor] if past is None else past)
         if missing:
             other = self._machine.actor_name(self._actors[missing.bit_length() - 1])
@@ -155,7 +155,7 @@ class Order:
             self._touched[block] |= step
 
     def uses(self, actor: int, reads: Cells, writes: Cells) -> None:
-        """From here on. Raises Fault."""
+        """Check uses that begin here. Raises Fault."""
         for cell, holds in reads:
             self._demand(UNWRITTEN, actor, self._written.get(cell, 0), self._use_name("reads", cell, holds))
         for cell, holds in writes:
@@ -208,7 +208,7 @@ def explore(machine: Machine, limit: int) -> int:
 
 
 def _successors(machine: Machine, state: State) -> Iterator[tuple[tuple[int, int], State]]:
-    """What may be done in a state (by whom, and where in its program), and the state after it. Raises Fault."""
+    """The possible steps of a state (actor and position) with the states after them. Raises Fault."""
     ended = True
     for process in range(len(machine.processes)):
         if machine.ready(state, process):

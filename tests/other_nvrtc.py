@@ -1,4 +1,4 @@
-"""Kernels compiled by another NVRTC than the installed one: a wheel's library, in a process of its own.
+"""Compile kernels by another NVRTC than the installed one: the library of a wheel, in a process of its own.
 
 Called by test_compilers.py. Nothing is installed: of the wheel, the library alone is kept, in a folder that the caller
 names. It is called through ctypes, because the installed cuda.core knows NVRTC of one CUDA version only. The options
@@ -22,7 +22,7 @@ from deep_tile import jit
 
 
 class NoWheel(Exception):
-    """A wheel that pip cannot get; the message is what pip says."""
+    """pip cannot get the wheel; the message is pip's."""
 
 
 def fetch(version: str, folder: Path) -> Path:
@@ -40,7 +40,7 @@ def fetch(version: str, folder: Path) -> Path:
 
 
 def _download(version: str, folder: Path) -> Path:
-    """The wheel alone, without what it depends on."""
+    """Download the wheel without its dependencies."""
     package = "nvidia-cuda-nvrtc-cu12" if version.startswith("12.") else "nvidia-cuda-nvrtc"
     options = ("--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=15", "--quiet")
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, f"{package}=={version}"]
@@ -87,7 +87,7 @@ def _read(stem: Path) -> jit.Compiled:
 
 
 def _compile_folder(library: Path, folder: Path) -> None:
-    """Beside each .cu, write .cubin, .log and .seconds."""
+    """Write .cubin, .log and .seconds beside each .cu."""
     nvrtc = ctypes.CDLL(str(library))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(partial(_compile, nvrtc, _options()), folder.glob("*.cu")))

@@ -21,16 +21,16 @@ from deep_tile.codegen import kernel_source
 from deep_tile.tools import pack
 
 LIBRARIES = Path(__file__).resolve().parent.parent / ".pytest_cache" / "d" / "nvrtc"
-"""Where test_compilers.py keeps them, too."""
+"""The folder that test_compilers.py uses, too."""
 
 
 def sources() -> dict[str, str]:
-    """By name."""
+    """Kernel sources by name."""
     return pack.default_sources() | {config.name: kernel_source(config) for config in EVERY_CONFIG}
 
 
 def finished(kernel: jit.Compiled, version: str) -> bytes:
-    """With our hints, where jit.py would give it them."""
+    """The cubin, with our hints where jit.py would set them."""
     return sass.quicken_promotion(kernel.cubin) if jit.is_tested(version) else kernel.cubin
 
 

@@ -59,8 +59,8 @@ LONGEST_PROGRAM = 20_000
 
 
 class Tile(NamedTuple):
-    """One of a block's tiles, whose first row in `a` is `m`. `column` counts the columns of tiles that it has begun,
-    where `b` stays."""
+    """A tile of a block; its first row in `a` is `m`. `column` counts the columns of tiles begun so far, where `b`
+    stays."""
 
     index: int
     m: int
@@ -72,7 +72,7 @@ class Tile(NamedTuple):
 
 
 class Launch:
-    """One product by one config: what the host hands the kernel, and all that its blocks have in common.
+    """A GEMM by one config: its launch parameters, and all that its blocks share.
 
     Args:
         ranges: of each group, its first row of all, or column of K, and the one behind its last.
@@ -133,15 +133,15 @@ class Launch:
 
     @property
     def out_rows(self) -> int:
-        """Of all groups of rows; of one along K."""
+        """The rows of `out`: of all row groups, or of one group along K."""
         return self.m * (len(self.ranges) if self.config.by_counts else 1)
 
     def row_end(self, tile: Tile) -> int:
-        """Where the rows of a tile's group end, or those of the matrix."""
+        """The end of the rows of a tile's group, or of the matrix."""
         return self.ranges[tile.group][1] if self.config.row_groups else self.m
 
     def has_tiles(self, group: int) -> bool:
-        """One along K without K is zeros, unless that is to be added."""
+        """Whether a group has tiles. An empty group along K has tiles of zeros, unless it would add them."""
         begin, end = self.ranges[group]
         return end > begin or (self.config.by_k and not self.config.accumulate)
 
@@ -159,12 +159,12 @@ class Launch:
         return range(first, first + max(ceil_div(end - begin, self.config.block_k), 1))
 
     def has_k(self, tile: Tile) -> bool:
-        """Whether there are scales for it."""
+        """Whether the tile has any K, and so scales."""
         return not self.config.by_k or self.steps(tile).start * self.config.block_k < self.k
 
 
 def together(process: Process) -> Process:
-    """For `explore`, which has far fewer states then: boxes of a request land together, copies with their arrival.
+    """The process for `explore`, with far fewer states: boxes of a request land together, copies with their arrival.
 
     Nobody can tell: who waits for the one waits for the other, on the same barrier.
     """
@@ -187,7 +187,7 @@ def together(process: Process) -> Process:
 
 
 def place(launch: Launch, rank: int, position: int, rows: int, columns: int) -> tuple[int, int]:
-    """Row and column of a block's tile, in tiles, at a position of the raster of so many rows and columns."""
+    """Row and column of the tile at a position of the raster of so many rows and columns."""
     config = launch.config
     group_rows = launch.raster_rows // config.cluster_m
     group, within = divmod(position, group_rows * columns)
@@ -237,7 +237,7 @@ def column_tiles(launch: Launch, block: int) -> list[Tile]:
 
 
 def group_tiles(launch: Launch, cluster: int, rank: int) -> list[Tile]:
-    """One group after the other (GroupWalk): a block may have none."""
+    """A block's tiles of all groups, one group after the other (GroupWalk); there may be none."""
     config, tiles = launch.config, []
     height_of_tile, columns = config.block_m * config.cluster_m, ceil_div(launch.n, config.block_n * config.cluster_n)
     position = cluster  # in the group, of the block's next tile
@@ -254,7 +254,7 @@ def group_tiles(launch: Launch, cluster: int, rank: int) -> list[Tile]:
 
 
 class Block:
-    """A thread block: its tiles, its part of K, its memory, and one process for each of its warps."""
+    """A thread block: its tiles, its part of K, its memory, and a process for each of its warps."""
 
     def __init__(self, launch: Launch, cluster: int, rank: int):
         self.launch, self.config, self.cluster, self.rank = launch, launch.config, cluster, rank
@@ -268,7 +268,7 @@ class Block:
 
     @cached_property
     def tiles(self) -> list[Tile]:
-        """As every role walks them (TileScheduler)."""
+        """The block's tiles as every role walks them (TileScheduler)."""
         if self.config.is_grouped:
             return group_tiles(self.launch, self.cluster, self.rank)
         if self.config.resident_b:
@@ -335,7 +335,7 @@ class Block:
         return Process(name, self.rank, operations)
 
     def start_producer(self) -> Program:
-        """Of a warp of the producer warpgroup that does nothing before it awaits the barriers."""
+        """The start of a producer-warpgroup warp that does nothing before it awaits the barriers."""
         yield from self.give_registers()
         yield from self.await_barriers(WARP)
 
@@ -350,7 +350,7 @@ class Block:
             yield Wait(self.own("registers"), 0)
 
     def await_barriers(self, threads: int) -> Program:
-        """Until those of the whole cluster are ready to use."""
+        """Wait until the barriers of the whole cluster are ready."""
         if self.config.cluster > 1:
             yield Sync(CLUSTER_BARRIER, threads, self.config.cluster * self.config.threads)
         else:
@@ -391,7 +391,8 @@ class OperandsWarp:
             yield Reach(self.block.own("all"), WARP, self.config.threads)
 
     def request_first_stages(self) -> Program:
-        """Without multicast, for the peer may not have made its barriers. Returns how many."""
+        """Request the first stages without multicast, since the peer may not have made its barriers yet. Returns how
+        many."""
         if not self.block.tiles:
             return 0
         tile, steps = self.block.tiles[0], self.block.steps(self.block.tiles[0])
@@ -423,13 +424,13 @@ class OperandsWarp:
             yield from self.drain(position)
 
     def drain(self, position: int) -> Program:
-        """A block may not exit before its peer is done with what it multicasts."""
+        """Wait, before a block exits, until its peer has used what it multicasts."""
         for last in range(position, position + self.config.stages):
             stage, turn = last % self.config.stages, last // self.config.stages
             yield Wait(self.block.own("empty", stage), turn - 1)
 
     def a_rows(self, tile: Tile) -> int:
-        """Of a box of `a`."""
+        """The rows of a box of `a`."""
         if self.config.cluster_m > 1 and tile.m >= self.launch.m:
             return 0
         last = tile.m + self.config.block_m > self.launch.m
@@ -522,12 +523,12 @@ def column_scales_in_bulk(launch: Launch, tile: Tile) -> bool:
 
 
 def held_of_a(tile: Tile, step: int) -> tuple:
-    """What a stage is to hold: rows from here on, of this K block, for this tile."""
+    """The content that a stage must hold: rows from here on, of this K block, for this tile."""
     return (f"tile {tile.index}", f"m {tile.m}", f"step {step}")
 
 
 def held_of_b(config: GemmConfig, tile: Tile, step: int) -> tuple:
-    """The same; or for this column of tiles, where `b` stays."""
+    """The content of `b`; where it stays, that for this column of tiles."""
     user = f"column {tile.column}" if config.resident_b else f"tile {tile.index}"
     return (user, f"n {tile.n} of group {tile.group}", f"step {step}")
 
@@ -545,7 +546,7 @@ class ScaleWarp:
         yield from self.produce_scales(requested)
 
     def request_first_scales(self) -> Program:
-        """Its first stage's, before there are barriers. Returns whether there is one."""
+        """Request the scales of the first stage, before there are barriers. Returns whether there are any."""
         first = self.block.tiles[0] if self.block.tiles else None
         if first is None or self.warp >= min(self.config.stages, len(self.block.steps(first))):
             return False
@@ -609,7 +610,7 @@ class ScaleWarp:
 
 
 def held_of_scales(tile: Tile, step: int) -> tuple:
-    """What the slots of scales of `b` are to hold."""
+    """The content that the slots of scales of `b` must hold."""
     return (f"tile {tile.index}", f"n {tile.n} of group {tile.group}", f"step {step}")
 
 
@@ -617,12 +618,12 @@ def held_of_scales(tile: Tile, step: int) -> tuple:
 
 
 def units_of(launch: Launch, tile: Tile) -> int:
-    """Units of a K block of the tile that the matrix has."""
+    """The units of a K block of the tile inside the matrix."""
     return min(launch.config.block_n, launch.n - tile.n) // UNIT_ROWS
 
 
 class UnitWarp:
-    """Copies units of a packed `b` to a ring of their own."""
+    """A warp that copies units of a packed `b` to a ring of their own."""
 
     def __init__(self, block: Block):
         self.block, self.config = block, block.config
@@ -718,7 +719,7 @@ class ConverterWarps:
 
 
 def is_inside(launch: Launch, config: GemmConfig, tile: Tile, box: int, row: int, column: int) -> bool:
-    """Whether a box does not lie beyond the matrix, or the tile's group; row and column are those of the first one."""
+    """Whether a box begins inside the matrix, or the tile's group; row and column are its first ones."""
     return row + box_row(config, box) < launch.row_end(tile) and column + box_column(config, box) < launch.n
 
 
@@ -732,7 +733,7 @@ def box_column(config: GemmConfig, box: int) -> int:
 
 
 class StoreWarp:
-    """Hands TMA the boxes of one math warpgroup, or of both."""
+    """A warp that has TMA store the boxes of one math warpgroup, or of both."""
 
     def __init__(self, block: Block, warp: int):
         self.block, self.config = block, block.config
@@ -755,7 +756,7 @@ class StoreWarp:
                 yield from self.publish_boxes(tile, warpgroup, first)
 
     def publish_boxes(self, tile: Tile, warpgroup: int, first: int) -> Program:
-        """Has TMA store boxes, of which it clips the rows that are not the tile's."""
+        """Have TMA store boxes; TMA clips rows that are not the tile's."""
         config, launch, stored = self.config, self.block.launch, []
         row = tile.m + warpgroup * config.rows_per_warpgroup
         for box in range(first, first + config.boxes_at_once):
@@ -872,7 +873,7 @@ class MathWarps:
         yield Issue("scale read", reads=(rows, columns))
 
     def release(self, position: int) -> Program:
-        """The stage has been read, and what it held of `b` for the last time if its column ends."""
+        """Release the stage after its last read; at the end of a column, also the stage of `b`."""
         stage = position % self.config.stages
         tile, step = self.at(position)
         yield Join("scale read")  # the arrive is a release
@@ -902,13 +903,14 @@ class MathWarps:
             yield Reach(self.block.own("turn", 1 - self.warpgroup), self.threads, 2 * WARPGROUP)
 
     def begin(self, position: int, chunk: int) -> Program:
-        """Begins the products of one chunk of a stage."""
+        """Begin the products of one chunk of a stage."""
         yield from self.await_turn()
         yield Issue("WGMMA", reads=tuple(self.operands(position, chunk)))
         yield from self.end_turn()
 
     def operands(self, position: int, chunk: int) -> Iterator[Region]:
-        """Rows of `a` and of `b`, but for those beyond the matrix or the group, which may hold anything."""
+        """The rows of `a` and `b` that are read, but for those beyond the matrix or the group, which may hold
+        anything."""
         config, (tile, step) = self.config, self.at(position)
         stage = position % config.stages
         first_m = self.warpgroup * config.rows_per_warpgroup + chunk // config.chunks_n * MMA_M
@@ -1036,7 +1038,7 @@ class MathWarps:
             yield from self.synchronize()
 
     def publish_boxes(self, tile: Tile, column: int, first: int) -> Program:
-        """Of the rows that one store takes, a warp asks TMA for it; without TMA each warp copies its own."""
+        """Publish the rows of each store: a warp asks TMA for it; without TMA each warp copies its own."""
         yield from self.synchronize()
         config, launch, stored = self.config, self.launch, []
         row = tile.m + self.warpgroup * config.rows_per_warpgroup

@@ -1,10 +1,10 @@
-"""GPU tests, fuzzer, stress and sanitizers, with a report: what `make test-gpu` runs on a machine with a Hopper GPU.
+"""Run GPU tests, fuzzers, stress and sanitizers, and write a report: `make test-gpu`, for a machine with a Hopper GPU.
 
     PYTHONPATH=. python tests/run_gpu.py [--out FILE] [--skip-sanitizers] [--parts tests fuzz ...]
 
-Runs `pytest -m gpu`, short runs of the fuzzers and of stress.py, then sanitize.py under each tool of compute-sanitizer
-where that is installed, and writes versions, counts and durations as JSON. Ends with a status other than 0 unless every
-part that ran was clean.
+Runs `pytest -m gpu`, a short run of all fuzzers and one of stress.py, then sanitize.py under each tool of
+compute-sanitizer where that is installed, and writes versions, counts and durations as JSON. Ends with a status other
+than 0 unless every part that ran was clean.
 """
 
 import argparse
@@ -28,10 +28,7 @@ REPORT = ROOT / "benchmarks" / "results" / "gpu_tests.json"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TOOL_SECONDS = 900
 DRIVERS = {
-    "fuzz": ("fuzz_gpu.py", "--seconds", "60"),
-    "fuzz of groups": ("fuzz_groups.py", "--seconds", "40"),
-    "fuzz of kinds": ("fuzz_kinds.py", "--seconds", "60"),
-    "fuzz of casts": ("fuzz_casts.py", "--seconds", "60"),
+    "fuzz": ("fuzz_all.py", "--seconds", "240"),
     "stress": ("stress.py", "--seconds", "60"),
 }
 DRIVER_SECONDS = 540
@@ -39,9 +36,9 @@ PARTS = ("tests", *DRIVERS, *TOOLS)
 
 COUNTS = (
     *("seed", "products", "calls_that_copy", "calls", "configs", "wrong", "hangs"),
-    *("scenarios", "seconds", "found", "findings"),
+    *("fuzzers", "scenarios", "seconds", "found", "findings"),
 )
-"""What is kept of a driver's report."""
+"""Fields of a driver's report that are kept."""
 
 sys.path.append(str(ROOT))  # for benchmarks; appended, so that an installed deep_tile still comes first
 
@@ -53,7 +50,7 @@ from deep_tile import jit  # noqa: E402
 from deep_tile.kinds import EVERY_KIND  # noqa: E402
 
 PREFIXES = sorted({"mqa_logits_", "sort_by_expert_", "thin_gemm_"} | {f"{kind.split('_')[0]}_" for kind in EVERY_KIND})
-"""In the names of deep_tile's kernels: sanitizers leave out all others."""
+"""Prefixes of deep_tile's kernels: sanitizers skip all others."""
 
 
 class Tally:
@@ -95,7 +92,7 @@ def run_tests(tests: Path = TESTS) -> dict[str, Any]:
 
 
 def run_driver(driver: str, *arguments: str) -> dict[str, Any]:
-    """A short run of one of DRIVERS: what its own report counts, or how it ended without one."""
+    """Run one of DRIVERS briefly. Returns its report's counts, or how it ended without one."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, str(TESTS / driver), *arguments, "--out", str(report)]
@@ -149,7 +146,7 @@ def run_sanitizer(sanitizer: str, tool: str) -> dict[str, Any]:
 
 
 def judge(status: int, output: str) -> dict[str, Any]:
-    """From a tool's exit status and output. `errors` is None when it ended without its summary."""
+    """Judge a tool by its exit status and output. `errors` is None if it ended without its summary."""
     # memcheck, synccheck: "ERROR SUMMARY: 0 errors"; racecheck: "RACECHECK SUMMARY: 0 hazards displayed (...)".
     summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) \w+", output)
     errors = int(summary[1]) if summary else None
@@ -184,7 +181,7 @@ def main() -> int:
 
 
 def run_parts(parts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What came of each of PARTS; "not run" of those that are not among `parts`."""
+    """The outcome of each of PARTS; "not run" for those not in `parts`."""
     outcomes = {part: not_run("not asked for") for part in PARTS}
     if "tests" in parts:
         outcomes["tests"] = run_tests()

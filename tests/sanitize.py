@@ -1,4 +1,4 @@
-"""Small products that together use every feature of the kernels, for NVIDIA's compute-sanitizer.
+"""Small GEMMs and casts that together use every feature of the kernels, for NVIDIA's compute-sanitizer.
 
     python tests/run_gpu.py --parts memcheck racecheck synccheck initcheck
 
@@ -129,14 +129,14 @@ requested at first."""
 
 
 GROUPS = (64, 0, 1, 130, 15, 5)
-"""Rows of groups: whole tiles, none, one row, more than a tile, short of a box."""
+"""Rows of each group: whole tiles, none, one, more than a tile, less than a box."""
 
 
 CASTS = (
     *((torch.bfloat16, 70, 304), (torch.float32, 130, 260), (torch.float16, 3, 128)),
     *((torch.bfloat16, 129, 131), (torch.float32, 129, 130), (torch.float16, 5, 77)),
 )
-"""dtype, rows and columns: each of whole vectors, then of single elements; short last blocks."""
+"""dtype, rows and columns: first whole vectors, then single elements; short last blocks."""
 
 
 def tight(x: torch.Tensor, device: str, multiple: int = 1) -> torch.Tensor:
@@ -157,7 +157,8 @@ def tight_operand(x: torch.Tensor, k: int, device: str) -> torch.Tensor:
 
 
 def tight_operands(operands: Operands, device: str, m_major: bool) -> Operands:
-    """What TMA reads is 16 bytes apart or a multiple: rows of a and b, and columns of an M-major scale of a."""
+    """Operands without slack. Rows of a and b, and columns of an M-major a_scale, lie multiples of 16 bytes apart for
+    TMA."""
     a, b = (tight(x, device, 16) for x in (operands.a, operands.b))
     a_scale = tight(operands.a_scale.t(), device, 4).t() if m_major else tight(operands.a_scale, device)
     return Operands(a, a_scale, b, tight(operands.b_scale, device))
@@ -200,7 +201,7 @@ KINDS_CASES = (
     Case(GemmConfig(128, 256, 2, kind="bf16", bias="fp16", activation="gelu_tanh"), 129, 264, 200, 3),
     Case(GemmConfig(256, 128, 2, kind="fp8_rows", bias="bf16", activation="relu"), 257, 136, 400, 2),
 )
-"""Of other kinds, formats of the result and finishes."""
+"""Other kinds, output formats and epilogues."""
 
 
 def run_kind(case: Case, device: str = "cuda") -> None:
@@ -234,7 +235,7 @@ QUANTIZED_CASES = (
     Case(GemmConfig(128, 256, 2, output="e4m3", bias="fp32", activation="swiglu"), 129, 544, 400, 3),
     Case(GemmConfig(256, 128, 2, 1, 2, output="e4m3", store_buffers=1), 257, 272, 400, 2),
 )
-"""Of results that are cast to FP8."""
+"""GEMMs that cast their result to FP8."""
 
 
 def run_quantized(case: Case, device: str = "cuda") -> None:
@@ -259,11 +260,11 @@ PACKED_CASES = (
     Case(GemmConfig(128, 64, 3, b_stages=3, grouping="offs", kind="mxfp4"), 215, 144, 400, 3),
     Case(GemmConfig(64, 128, 3, b_stages=2, grouping="counts", kind="nvfp4"), 133, 144, 352, 3),
 )
-"""Of weights of 4 bits; of groups m is the rows of all of GROUPS, or of each."""
+"""GEMMs with 4-bit weights. For groups m is the number of rows of all GROUPS, or of each."""
 
 
 def run_packed(case: Case, device: str = "cuda") -> None:
-    """Raises AssertionError unless the result is that of the FP8 weight, bit for bit but where K is split."""
+    """Raises AssertionError unless the result has the bits of the FP8 weight's; with split K, unless it is near."""
     config, groups = case.config, len(GROUPS) if case.config.is_grouped else 1
     weight, scale, arguments, _ = draw(config.kind, (groups, case.n, case.k))
     b = deep_tile.pack_weight(weight, scale, **arguments)
@@ -333,11 +334,11 @@ GROUPED_KINDS = (
     *grouped_configs("offs", False, kind="fp8_rows_promoted")[::2],
     *grouped_configs("counts", True, kind="int8", output="fp32")[::3],
 )
-"""Tiles of groups of other kinds than FP8 with scales of blocks."""
+"""Grouped GEMMs of other kinds than FP8 with block scales."""
 
 
 def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
-    """Both casts against the definition, which is what the CPU computes. Raises AssertionError on a wrong bit."""
+    """Both casts against the definition, computed on the CPU. Raises AssertionError on a wrong bit."""
     x = torch.randn(rows, columns).to(dtype)
     # Dense: initcheck knows of no byte that another kernel has written, torch's copy of a strided scale among them.
     dense = dense_targets((rows, columns), device)
@@ -348,7 +349,7 @@ def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda")
 
 
 def run_gradients(config: GemmConfig, device: str = "cuda", n: int = 70) -> None:
-    """Casts along tokens of groups, one of them empty, and gradients of their weights. Raises AssertionError."""
+    """Casts along tokens of groups, one of them empty, and the gradients of their weights. Raises AssertionError."""
     k, lengths = 136 if config.tma_store else 133, (64, 0, 1, 130, 300)
     begins = list(accumulate((round_up(length, 128) for length in lengths), initial=0))
     ends = [begin + length for begin, length in zip(begins, lengths, strict=False)]
@@ -388,7 +389,8 @@ def transposed_targets(x: torch.Tensor, device: str) -> dict[str, torch.Tensor]:
 
 
 def from_device(x: torch.Tensor) -> torch.Tensor:
-    """Copies of what was written, run by run: what lies between runs was never, and a gather is a kernel of torch."""
+    """Copy written memory run by run: the gaps between runs were never written, and a gather would be torch's
+    kernel."""
     if x.dim() < 2 or x.is_contiguous():
         return x.to("cpu", copy=True)
     if x.stride(-1) != 1:
@@ -397,7 +399,7 @@ def from_device(x: torch.Tensor) -> torch.Tensor:
 
 
 def run_transposed_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
-    """By an index that lies. Raises AssertionError on a wrong value."""
+    """Transposed casts by an index that lies. Raises AssertionError on a wrong value."""
     x, index = torch.randn(rows, columns).to(dtype), torch.randint(-1, rows + 1, (2 * rows,))
     targets = transposed_targets(x.new_empty(2 * rows, columns), device)
     transposed_cast_to_fp8(x.to(device), rows=index.to(device), **targets)
@@ -406,7 +408,7 @@ def run_transposed_casts(dtype: torch.dtype, rows: int, columns: int, device: st
 
 
 def run_casts_both(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
-    """Both ways: of multiples of 16, so that no row of a result has a gap behind it. Raises AssertionError."""
+    """Casts both ways with sizes in multiples of 16, so that result rows have no gap. Raises AssertionError."""
     rows, columns = (round_up(size, 16) for size in (rows, columns))
     for first in (0, 1):  # of whole vectors, then of single elements
         results = []
@@ -421,7 +423,8 @@ def run_casts_both(dtype: torch.dtype, rows: int, columns: int, device: str = "c
 
 
 def gradient_of_swiglu(rows: int, columns: int, where: str) -> list[torch.Tensor]:
-    """Of gates whose sigmoids are exact, in BF16 and in FP8, with shares and without: equal on every device."""
+    """The gradient of SwiGLU for gates with exact sigmoids, in BF16 and FP8, with and without shares: equal on every
+    device."""
     gates, ups = 200.0 * torch.randint(2, (rows, columns)), torch.randn(rows, columns)
     dh, gate_up = ups.flip(0).bfloat16().to(where), torch.cat([gates, ups], 1).bfloat16().to(where)
     share, codes = torch.rand(rows).to(where), per_token_cast_to_fp8(gate_up)
@@ -430,11 +433,12 @@ def gradient_of_swiglu(rows: int, columns: int, where: str) -> list[torch.Tensor
 
 
 ROWS = ((torch.bfloat16, 70, 304), (torch.float16, 33, 131), (torch.bfloat16, 3, 8))
-"""dtype, rows and columns of casts of rows: of whole vectors, then of single elements."""
+"""dtype, rows and columns of casts of rows: first whole vectors, then single elements."""
 
 
 def run_casts_of_rows(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
-    """By an index that lies, of silu_mul in groups, one of them empty; a sum of rows, a sort. Raises AssertionError."""
+    """Casts by an index that lies, silu_mul in groups, one of them empty; a sum of rows, a sort. Raises
+    AssertionError."""
     x, gate_up = torch.randn(rows, columns).to(dtype), torch.randn(3, rows, 2 * columns).to(dtype)
     index = torch.randint(-1, rows + 1, (2 * rows,))
     down, weights, of_tokens = x.bfloat16(), torch.rand(5, 3), torch.randint(-1, rows + 1, (5, 3))
@@ -458,11 +462,12 @@ def run_casts_of_rows(dtype: torch.dtype, rows: int, columns: int, device: str =
 
 
 THIN = ((70, 24, 520), (3, 40, 200), (130, 130, 72))
-"""Rows, columns and K of products by parts of K."""
+"""Rows, columns and K of thin GEMMs."""
 
 
 def run_thin(m: int, n: int, k: int, device: str = "cuda") -> None:
-    """With sums of squares, of FP32 and BF16, in parts and without. Raises AssertionError."""
+    """Thin GEMMs with and without sums of squares, with FP32 and BF16 weights, in parts and without. Raises
+    AssertionError."""
     a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k)
     for splits in (None, 2):
         found = prenorm_gemm(a.to(device), b.to(device), num_splits=splits)
@@ -474,17 +479,17 @@ def run_thin(m: int, n: int, k: int, device: str = "cuda") -> None:
 
 
 def dense_targets(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
-    """`out` and `scale_out` of a cast. initcheck knows of no byte that another kernel has written."""
+    """`out` and `scale_out` of a cast, copied from the CPU: initcheck ignores what other kernels have written."""
     out = torch.zeros(shape, dtype=torch.uint8).to(device).view(torch.float8_e4m3fn)
     return {"out": out, "scale_out": torch.zeros(*shape[:-1], -(-shape[-1] // 128)).to(device)}
 
 
 LOGITS = ((3, 70, 64, 128), (17, 200, 20, 64), (9, 130, 128, 32))
-"""Queries, keys, heads and elements of a head: of kernels in which warpgroups share queries, and have their own."""
+"""Queries, keys, heads and head size: kernels whose warpgroups share queries, and kernels whose warpgroups do not."""
 
 
 def run_logits(rows: int, keys: int, heads: int, head_dim: int, device: str = "cuda") -> None:
-    """Of keys and of pages, whose lists lie. Raises AssertionError."""
+    """Logits over keys and over pages, with lists that lie. Raises AssertionError."""
     q, kv = torch.randn(rows, heads, head_dim).to(torch.float8_e4m3fn), torch.randn(keys, head_dim)
     lists = [torch.randint(-3, keys + 4, (rows,)).int() for _ in range(2)]
     given = q, kv.to(torch.float8_e4m3fn), torch.rand(keys), torch.randn(rows, heads), *lists
@@ -512,7 +517,7 @@ def failed(run: Callable[..., None], *arguments: Any) -> bool:
 
 
 def rows_of_gradients(config: GemmConfig, tool: str) -> int:
-    """Rows that end within a tile; but whole tiles for racecheck where store warps would read them.
+    """Rows that end within a tile, but whole tiles for racecheck where store warps would read them.
 
     racecheck does not follow `bar.arrive`: what one warp writes by `st.shared` before it, and another reads after the
     `bar.sync` that it meets, as in the example of the PTX manual, is reported as a race (CUDA 13.0, 2026-11-24).

@@ -1,4 +1,4 @@
-"""What tests of engines share: modules that stand in for an engine's, and layers as checkpoints fill them."""
+"""Shared helpers of the engines' tests: stand-ins for an engine's modules, and layers as checkpoints fill them."""
 
 import inspect
 import sys
@@ -26,7 +26,7 @@ def add_modules(monkeypatch, modules: dict[str, dict]) -> None:
 
 
 def forget_modules(monkeypatch, *names: str) -> None:
-    """Have modules that were imported with stand-ins imported anew, by the next test with its own."""
+    """Drop modules that were imported with stand-ins, so that the next test imports them with its own."""
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
         package, _, own = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Which calls a fuzzer makes: configs, sizes, layouts, values and options, drawn from a `random.Random`.
+"""Draw the calls of a fuzzer: configs, sizes, layouts, values and options, from a `random.Random`.
 
 Hypothesis draws through a Random of its own, which it shrinks (test_fuzz_draws.py, test_gemm_property_gpu.py);
 fuzz_gpu.py, fuzz_kinds.py and stress.py take a seeded one. Everything drawn is plain data that reads well in a report.
@@ -25,14 +25,14 @@ ALIGNMENT = 16
 """Bytes that operands, and an `out` stored by TMA, are aligned to, rows and all."""
 
 SHARINGS = ("alone", "clusters", "split", "resident", "pairs")
-"""What a config's thread blocks share, or how its K blocks are multiplied."""
+"""How a config's thread blocks share work, or its K blocks are multiplied."""
 
 
 # Configs.
 
 
 def sharing(config: GemmConfig) -> str:
-    """Which of SHARINGS it is."""
+    """The config's entry in SHARINGS."""
     ways = (
         ("clusters", config.multicast),
         ("split", config.split_k > 1),
@@ -54,7 +54,8 @@ def main_loop(config: GemmConfig) -> str:
 
 
 def family(config: GemmConfig) -> str:
-    """Configs of one family run the same code but for sizes: main loop, what is shared, and how `out` is stored."""
+    """The config's family. Configs of one family run the same code but for sizes: main loop, sharing, and the way to
+    store."""
     return f"{main_loop(config)}; {sharing(config)}; {'TMA' if config.tma_store else 'any'} store"
 
 
@@ -86,7 +87,7 @@ def _deepest(config: GemmConfig, store_buffers: int) -> int:
 
 
 def draw_config(random: Random, **made: Any) -> GemmConfig:
-    """A config from the whole space of those that are legal and take some k.
+    """Draw a config from the space of all legal ones.
 
     Args:
         made: fields that say what it makes: kind, output, grouping, accumulate, bias, activation, layout; and
@@ -141,7 +142,7 @@ _NAME = re.compile(
 
 
 def config_named(name: str) -> GemmConfig:
-    """The config of a kernel's name; "fp8_gemm_" and a cluster of one block may be left out.
+    """The config of a kernel name; "fp8_gemm_" and a cluster of one block may be left out.
 
     Raises:
         ValueError: no config has that name.
@@ -157,7 +158,7 @@ def config_named(name: str) -> GemmConfig:
 
 
 def draw_configs(random: Random, count: int) -> list[GemmConfig]:
-    """All default configs, and random ones until there are `count`; in an order of chance."""
+    """All default configs, and random ones up to `count`, in random order."""
     configs = dict.fromkeys((*default_configs(True), *default_configs(False)))
     while len(configs) < count:
         configs[draw_config(random)] = None
@@ -168,14 +169,14 @@ def draw_configs(random: Random, count: int) -> list[GemmConfig]:
 
 
 class Place(NamedTuple):
-    """Where a matrix lies in memory, in elements: its strides, and how far behind a multiple of 256 bytes it begins."""
+    """A matrix's place in memory, in elements: its strides, and its offset from a multiple of 256 bytes."""
 
     strides: tuple[int, int]
     offset: int = 0
 
 
 class Places(NamedTuple):
-    """Of the inputs of a call."""
+    """The places of a call's inputs."""
 
     a: Place
     a_scale: Place
@@ -184,10 +185,10 @@ class Places(NamedTuple):
 
 
 class Special(NamedTuple):
-    """A value put into an input.
+    """A special value in an input.
 
     Attributes:
-        name: of the input, a field of `helpers.Operands`.
+        name: the input, a field of `helpers.Operands`.
         row, column: where; None: in all rows, or columns.
         value: for an operand one that e4m3 has, or NaN.
     """
@@ -231,10 +232,10 @@ USUAL = Limits()
 SMALL = Limits(m=24, n=150, k=300, out=1 << 12)
 SMALL_KINDS = Limits(m=100, n=160, k=400, out=1 << 14)
 NUM_SMS = 132
-"""For tests of fuzzers, on a CPU."""
+"""SMs that tests of fuzzers assume on a CPU."""
 
 SPECIAL_LIMITS = Limits(m=300, n=400, k=1200, out=1 << 16)
-"""Of problems with special values, whose expectation takes each K block apart."""
+"""Limits of problems with special values, whose expected result is computed for each K block."""
 
 
 def draw_problem(
@@ -249,7 +250,7 @@ def draw_problem(
     """A problem that `config` can multiply, or any of `fp8_gemm` if it is None.
 
     Args:
-        k: that it has, if given.
+        k: the problem's k, if given.
         empty: sizes may be 0.
         special: there are special values.
     """
@@ -278,7 +279,7 @@ def draw_problem(
 
 
 def scale_shapes(kind: Kind, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of the scales of `a` and of `b`; of a kind without scales nothing comes of them."""
+    """Shapes of the scales of `a` and `b`. A kind without scales ignores them."""
     if not kind.block_scales:
         return (m, 1), (n, 1)
     groups = ceil_div(k, SCALE_BLOCK)
@@ -286,14 +287,14 @@ def scale_shapes(kind: Kind, m: int, n: int, k: int) -> tuple[tuple[int, int], t
 
 
 def column_step(config: GemmConfig) -> int:
-    """What n is a multiple of, where TMA stores `out` or one of its columns is made of two."""
+    """n must be a multiple of this if TMA stores `out` or two columns make one."""
     paired = config.columns_per_output > 1
     stored = ALIGNMENT // config.out_bytes * config.columns_per_output if config.tma_store else 1
     return max(stored, 2 * GATE_COLUMNS if paired else 1)
 
 
 def _draw_size(random: Random, tile: int, largest: int) -> int:
-    """Small or any, or one more or less than a multiple of a tile, of a scale block, of a power of two."""
+    """A size: small, any, or one more or less than a multiple of a tile, a scale block or a power of two."""
     step = random.choice((1, 1, tile, tile, 64, SCALE_BLOCK, 2 ** random.randint(0, 8)))
     most = random.choice((16 * step, largest))
     size = step * random.randint(1, max(1, most // step)) + (random.choice((-1, 0, 0, 1)) if step > 1 else 0)
@@ -313,8 +314,8 @@ def _draw_k(random: Random, config: GemmConfig | None, largest: int) -> int:
 
 
 def _draw_operand_place(random: Random, rows: int, k: int, element_bytes: int, major: str) -> Place:
-    """Padded rows, every second row of something larger, or a slice that begins within rows; or columns, of an operand
-    that lies along its rows."""
+    """A place with padded rows, every second row, or rows that begin inside of larger ones; columns for an MN-major
+    operand."""
     if major != "k":
         strides, offset = _draw_operand_place(random, k, rows, element_bytes, "k")
         return Place(strides[::-1], offset)
@@ -382,12 +383,12 @@ class Call(NamedTuple):
 
 
 def can_multiply(config: GemmConfig, problem: Problem) -> bool:
-    """Whether there is a use of `config` for the problem, given enough SMs."""
+    """Whether `config` can multiply the problem, given enough SMs."""
     return config.takes_k(problem.k) and problem.n % column_step(config) == 0
 
 
 def draw_use(random: Random, problem: Problem, config: GemmConfig | None, num_sms: int) -> Use:
-    """A use of `config`, which can multiply the problem, or of the selector's choice, on a GPU of `num_sms` SMs."""
+    """Draw options for `config`, which can multiply the problem, or for the selector's choice, on `num_sms` SMs."""
     fewest = config.cluster if config else 1
     few = random.choice((None, fewest, random.randint(fewest, max(20, fewest)), random.randint(fewest, num_sms)))
     sms = None if few is None else min(few, num_sms)
@@ -424,11 +425,11 @@ def draw_call(
     special: bool = False,
     configs: Sequence[GemmConfig] = (),
 ) -> Call:
-    """Any call: with the selector's choice, a default config or any legal one.
+    """Draw any call: with the selector's choice, a default config or any legal one.
 
     Args:
-        configs: those to choose from where any will do; all that are legal if there are none.
-        empty, special: as for `draw_problem`; with `special`, sizes are those of SPECIAL_LIMITS at most.
+        configs: configs to choose from; by default all legal ones.
+        empty, special: see `draw_problem`; with `special`, SPECIAL_LIMITS bound the sizes.
     """
     way = random.choice(("chosen", "default", "any"))
     if way == "default":

@@ -1,4 +1,4 @@
-"""Products beside other work on the same SMs: each must have the bits that it has on a quiet GPU.
+"""Repeat GEMMs beside other work on the same SMs: each must keep the bits that it has on a quiet GPU.
 
     PYTHONPATH=. python tests/stress.py --seconds 300 --out stress.json [--seed N] [--products groups kinds]
     PYTHONPATH=. python tests/stress.py --split-only --calls 50000 --out split.json [--only k2]
@@ -61,10 +61,10 @@ _UNDER_WAY = 4
 """Times that many: fewer kernels than a stream holds before a launch waits."""
 
 ELEMENTWISE_LOG2 = 25
-"""Elements of the largest element-wise kernel, as a power of two."""
+"""log2 of the elements of the largest element-wise kernel."""
 
 MEMORY_BYTES = 256 << 20
-"""Of the largest copy."""
+"""Bytes of the largest copy."""
 
 _CASE_SECONDS = 12.0
 _SCENARIO_SECONDS = 2.0
@@ -77,21 +77,21 @@ CASES = {
     "split of 2, one K block": [Spec(config_named("64x128x128_s8_k2_b1"), 512, 3328, 128, 40)],
     "split of 4, 256 of k": [Spec(config_named("64x64x256_s6_k4"), 512, 2048, 768, 22)],
 }
-"""What was wrong in 13 of 80, 18 of 40 and 14 of 40 calls beside element-wise kernels, while a block that had received
-partial sums gave their slots back before it had read them (H200)."""
+"""GEMMs that were wrong in 13 of 80, 18 of 40 and 14 of 40 calls beside element-wise kernels, when a block released the
+slots of partial sums before it had read them (H200)."""
 
 
 PRODUCTS = ("fp8", "groups", "kinds")
-"""Of `fp8_gemm`; of groups of rows; of every kind, and of groups of gradients."""
+"""Which GEMMs to repeat: `fp8_gemm`; row groups; every kind and grouped gradients."""
 
 Drawn = Spec | fuzz_groups.Draw | fuzz_kinds.Draw
 
 
-# Which products.
+# Draws.
 
 
 class Sizes(NamedTuple):
-    """Most rows or columns, k and elements of `out` of a product drawn."""
+    """Largest side, k and `out` of a drawn GEMM."""
 
     side: int = 4096
     k: int = 4096
@@ -99,7 +99,7 @@ class Sizes(NamedTuple):
 
 
 def draw_spec(random: Random, config: GemmConfig, num_sms: int, sizes: Sizes) -> Spec:
-    """With one to a dozen tiles for each cluster, on few SMs or all of `num_sms`."""
+    """Draw a GEMM with one to a dozen tiles per cluster, on a few or all of `num_sms` SMs."""
     sms = draw_sms(random, config, num_sms)
     tiles = max(1, sms // config.cluster) * random.randint(1, 12)
     rows = random.randint(1, min(8, sizes.side // config.block_m))
@@ -123,7 +123,7 @@ def draw_sms(random: Random, config: GemmConfig, num_sms: int) -> int:
 
 
 def draw_kind(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -> fuzz_kinds.Draw:
-    """A call of the function that makes what `config` makes."""
+    """Draw a call of the function that makes `config`'s products."""
     drawn = fuzz_kinds.draw_for(random, config, num_sms, limits)
     pdl = random.random() < 0.5
     early = pdl and drawn.use.constant_weights
@@ -132,8 +132,7 @@ def draw_kind(random: Random, config: GemmConfig, num_sms: int, limits: Limits) 
 
 
 def draw_groups(random: Random, number: int, num_sms: int) -> fuzz_groups.Draw:
-    """Groups of rows, some of which have any, by a kernel that is named: each in turn. On all SMs with a programmatic
-    launch."""
+    """Draw row groups, some not empty, by a named kernel, each in turn, on all SMs with a programmatic launch."""
     while True:
         drawn = fuzz_groups.draw(random, number, num_sms)
         if drawn.config is not None and fuzz_groups.living_rows(drawn):
@@ -150,14 +149,14 @@ def _draw_k(random: Random, config: GemmConfig, largest: int) -> int:
 
 
 def family_of(config: GemmConfig) -> str:
-    """`family`, and what is multiplied where that is not FP8 with block scales without groups."""
+    """`family`, with the kind where that is not FP8 with block scales and without groups."""
     what = config.grouping if config.is_grouped else config.kind
     return family(config) if what == "fp8" else f"{what}: {family(config)}"
 
 
 def split_specs(random: Random, config: GemmConfig, num_sms: int) -> list[Spec]:
-    """Several tiles for each cluster of few SMs, and a k of a stage or two for each part, or one part without any: what
-    uses the exchange of partial sums most."""
+    """GEMMs that exercise the exchange of partial sums most: several tiles per cluster on few SMs, and a stage or two
+    of k in each part, or one part without any."""
     specs = []
     for clusters, stages, pdl in ((2, 1, False), (4, 2, False), (9, 1, True)):
         sms = min(num_sms, clusters * config.cluster)
@@ -179,7 +178,7 @@ def stress_configs(random: Random, count: int, num_sms: int) -> list[GemmConfig]
 
 
 class Elementwise:
-    """Torch's element-wise kernels, of a thousand to thirty million elements; one by one, or a graph of many."""
+    """Torch's element-wise kernels of a thousand to thirty million elements, single or in a graph."""
 
     name = "elementwise"
 
@@ -273,7 +272,7 @@ NOISES: tuple[Callable[[str], Any], ...] = (Elementwise, Memory, Spin)
 
 
 def make_noises(device: str) -> dict[str, Any]:
-    """One of each, by name; on the CPU those that need no kernel of their own."""
+    """All noises by name; on the CPU those without a kernel of their own."""
     kinds = NOISES if on_gpu(device) else NOISES[:2]
     return {kind.name: kind(device) for kind in kinds}
 
@@ -292,7 +291,7 @@ class Scenario(NamedTuple):
 
 
 class Threads:
-    """The threads of a scenario; the first exception of any stops all."""
+    """The threads of a scenario; the first exception stops all."""
 
     def __init__(self, device: str):
         self._device = device
@@ -300,7 +299,7 @@ class Threads:
         self._errors: list[BaseException] = []
 
     def run(self, scenario: Scenario, random: Random) -> None:
-        """Raises what the first thread that failed has raised; the others may then still be at work."""
+        """Raises the exception of the first thread that failed; others may still be at work."""
         end = time.monotonic() + scenario.seconds
         noises = [
             self._start(self._make_noise, noise, Random(random.random()), priority=random.choice((0, -1)))
@@ -312,7 +311,7 @@ class Threads:
         self._join(noises)
 
     def _start(self, function: Callable[..., None], *arguments: Any, priority: int = 0) -> threading.Thread:
-        """On a stream of its own; those of priority -1 go first."""
+        """Start a thread on a stream of its own; streams of priority -1 go first."""
         thread = threading.Thread(target=self._guarded, args=(priority, function, *arguments), daemon=True)
         thread.start()
         return thread
@@ -360,7 +359,7 @@ class Threads:
 
 
 class Stress:
-    """What a run has counted so far."""
+    """A run's counts so far."""
 
     def __init__(self, arguments: argparse.Namespace, report: Report):
         self._device, self._workers, self.find = arguments.device, arguments.workers, report.find
@@ -376,7 +375,7 @@ class Stress:
         self.families: Counter[str] = Counter()
 
     def load(self, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-        """Those that can be loaded; the others are findings, but for random ones that are refused as they may be."""
+        """Load kernels. Those that fail are findings, unless they are random and may be refused."""
         failures = load_kernels(configs, self._device, self._workers)
         for config in configs:
             text = failures.get(config.name)
@@ -406,7 +405,7 @@ class Stress:
         return KindJob(drawn, self._values, self._device)
 
     def draws(self, configs: dict[str, Sequence[GemmConfig]]) -> Iterator[Drawn]:
-        """Without end, of all `PRODUCTS` that there are configs of, and of each one's in turn."""
+        """Draw without end, from all `PRODUCTS` with configs, and from the configs of each in turn."""
         ways = {"fp8": self._specs, "groups": self._groups, "kinds": self._kinds}
         sources = [ways[what](own) for what, own in configs.items() if own]
         for source in cycle(sources):
@@ -461,7 +460,7 @@ def run_cases(stress: Stress, seconds: float, calls: int = sys.maxsize) -> None:
 
 
 def chance_configs(stress: Stress, products: Sequence[str], number: int) -> dict[str, Sequence[GemmConfig]]:
-    """Kernels of each of `products`: of `fp8_gemm` so many, of kinds half of that, of groups all."""
+    """Kernels of each of `products`: `number` of `fp8_gemm`, half of that of kinds, and all of groups."""
     random, families = stress.random, len(FAMILIES) + 1
     ways = {
         "fp8": lambda: stress_configs(random, number, stress.num_sms),
@@ -489,7 +488,7 @@ def split_configs(num_sms: int, only: str) -> list[GemmConfig]:
 
 
 def run_split(stress: Stress, configs: Sequence[GemmConfig], calls: int, seconds: float) -> None:
-    """`calls` calls of each config, half of them beside element-wise kernels and half beside everything."""
+    """Call each config `calls` times: half beside element-wise kernels, half beside all noises."""
     loaded = stress.load(configs)
     end = time.monotonic() + seconds
     for config in loaded:

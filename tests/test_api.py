@@ -1,4 +1,4 @@
-"""The public calls without a GPU: values on the CPU path, what is supported, and what importing must not do.
+"""The public calls without a GPU: values on the CPU, `supports`, `precompile`, and the cost of an import.
 
 What they refuse is in test_bad_calls.py.
 """
@@ -58,7 +58,7 @@ def test_every_scale_layout(a_scale, b_scale):
 @pytest.mark.parametrize("names", [("a_scale",), ("b_scale",), ("a_scale", "b_scale")], ids="-".join)
 @pytest.mark.parametrize("dtype", tensors.SCALE_DTYPES[1:], ids=str)
 def test_narrow_scales(names, dtype, device):
-    """Twice, since the second call finds what the first prepared."""
+    """Each call is made twice: the second finds what the first prepared."""
     operands = make_operands(7, 200, 384, device=device, a_scale="column")
     narrow = {name: getattr(operands, name).to(dtype) for name in names}
     wide = operands._replace(**{name: scale.float() for name, scale in narrow.items()})
@@ -91,7 +91,7 @@ def test_broadcast_scales():
 
 
 def test_square_scales_are_taken_as_they_are():
-    """Where a transposed scale has the same shape, nothing is guessed: rows are rows."""
+    """A square scale has the shape of its transpose: nothing is guessed, rows are rows."""
     operands = make_operands(2, 256, 256)
     check_gemm(operands)
     transposed = operands._replace(a_scale=operands.a_scale.t(), b_scale=operands.b_scale.t())
@@ -129,7 +129,7 @@ def test_config_must_suit_the_problem():
 
 
 def test_options_change_no_value():
-    """On the CPU they are checked and otherwise without effect."""
+    """On the CPU options are checked and change nothing."""
     operands = make_operands(5, 130, 300, seed=1)
     check_gemm(operands, batch_invariant=True, pdl=False)
     check_gemm(operands, constant_weights=True)
@@ -188,6 +188,12 @@ def test_plan_sees_weights_written_in_place():
         ((5, 7, 128), {"a_stride": 112}, "rows of a overlap"),
         ((5, 7, 128), {"dtype": torch.float64}, "operands are torch.float64"),
         ((5, 7, 128), {"dtype": torch.float8_e5m2}, None),
+        ((5, 7, 128), {"dtype": "fp8_rows"}, None),
+        ((5, 7, 128), {"dtype": "bfloat16", "layout": "nt"}, None),
+        ((5, 16, 100), {"dtype": "fp8", "call": "fp8_linear"}, "a's row stride"),
+        ((5, 16, 100), {"dtype": "bf16", "call": "fp8_linear"}, None),
+        ((5, 7, 128), {"dtype": "fp8_rows", "call": "fp8_gemm"}, "operands are fp8_rows; fp8_gemm takes"),
+        ((5, 7, 128), {"dtype": ["fp8"]}, "operands are ['fp8']; supported is"),
         ((5, 7, 128), {"out_dtype": torch.float64}, "out is torch.float64"),
         ((5, 7, 128), {"b_stride": -1}, "b_stride is -1"),
         ((99, 7, 128), {"grouping": "offs", "groups": 3}, None),
@@ -205,6 +211,37 @@ def test_plan_sees_weights_written_in_place():
         ((256, 7, 5), {"grouping": "k_offs", "groups": 3, "out_dtype": torch.float16}, "out must be torch.float32"),
         ((256, 7, 5), {"grouping": "k_offs", "dtype": torch.bfloat16}, "operands are torch.bfloat16"),
         ((256, 7, 5), {"grouping": "rows"}, "grouping is 'rows'"),
+        ((5, 16, 128), {"call": "fp8_gemm_cast"}, None),
+        ((5, 16, 100), {"call": "fp8_gemm_cast"}, "a's row stride must be a multiple of 16 bytes"),
+        ((5, 16, 128), {"call": "fp8_gemm_cast", "out_dtype": torch.bfloat16}, "out is torch.bfloat16; supported is"),
+        ((5, 16, 128), {"call": "fp8_gemm_cast", "dtype": torch.int8}, "operands are torch.int8; fp8_gemm_cast takes"),
+        ((5, 16, 100), {"call": "fp8_linear", "dtype": torch.bfloat16, "out_dtype": torch.float32}, None),
+        ((5, 16, 100), {"call": "fp8_linear", "dtype": torch.bfloat16, "b_stride": 100}, "b's row stride"),
+        ((5, 16, 100), {"call": "fp8_linear"}, "a's row stride"),
+        ((5, 16, 128), {"call": "fp8_linear"}, None),
+        ((5, 16, 128), {"call": "fp8_linear", "dtype": torch.int8}, "operands are torch.int8; fp8_linear takes"),
+        ((2**30, 16, 256), {"call": "fp8_linear", "dtype": torch.float16}, "a_scale's last element"),
+        ((64, 7, 5), {"call": "fp8_wgrad", "dtype": torch.float8_e5m2, "out_dtype": torch.float16}, None),
+        ((60, 7, 5), {"call": "fp8_wgrad"}, "dy's row stride must be a multiple of 16 bytes"),
+        ((5, 7, 128), {"call": "scaled_gemm", "dtype": torch.int8}, None),
+        ((96, 7, 128), {"call": "scaled_grouped_gemm", "grouping": "counts", "groups": 2}, None),
+        (
+            (5, 7, 128),
+            {"call": "grouped_gemm"},
+            "call is 'grouped_gemm'; with grouping 'none' pass one of fp8_gemm, gemm",
+        ),
+        ((5, 7, 128), {"call": "combine"}, "call is 'combine'"),
+        ((5, 32, 112), {"dtype": "mxfp4"}, None),
+        ((5, 32, 112), {"dtype": "nvfp4", "grouping": "offs", "groups": 3}, None),
+        ((5, 32, 112), {"dtype": "int4", "grouping": "counts", "groups": 3, "out_dtype": torch.float32}, None),
+        ((5, 32, 112), {"dtype": "int4", "call": "packed_gemm"}, None),
+        ((5, 32, 112), {"dtype": "int4", "call": "fp8_gemm"}, "operands are int4; fp8_gemm takes torch.float8"),
+        ((5, 30, 112), {"dtype": "mxfp4"}, "a weight has 30 rows; they are packed by 16"),
+        ((5, 32, 100), {"dtype": "int4"}, "a's row stride must be a multiple of 16 bytes"),
+        ((5, 32, 112), {"dtype": "int4", "b_stride": 112}, "b_stride is 112; a packed weight is contiguous"),
+        ((5, 32, 112), {"dtype": "nvfp4", "grouping": "k_offs"}, "operands are nvfp4; grouping 'k_offs' takes"),
+        ((5, 32, 112), {"dtype": "fp4"}, "operands are fp4; supported is"),
+        ((5, 32, 112), {"dtype": "blocks", "call": "fp8_gemm"}, "operands are blocks; fp8_gemm takes"),
     ],
 )
 def test_supports(sizes, keywords, reason):
@@ -215,7 +252,7 @@ def test_supports(sizes, keywords, reason):
 
 @pytest.mark.parametrize("k", [16, 128, 200])
 def test_supports_and_fp8_gemm_agree_on_large_m(k):
-    """Checked by what checks a call; so large, tensors fit nowhere but on meta."""
+    """Meta tensors stand for operands that fit into no memory; the checks are those of a call."""
     k_blocks = -(-k // 128)
     most = 2**30 // k_blocks
     for m in (most - 1, most, most + 1, most + 200):
@@ -250,6 +287,23 @@ def test_supports_and_fp8_gemm_agree_on_k():
         assert supports(2, 2, k)[0] == supports(2, 2, k, **strides)[0] == taken, k
 
 
+def test_supports_knows_every_call_with_sizes():
+    """A call is known by its description alone, and says the same as the call."""
+    x, w = torch.randn(3, 100), torch.randn(16, 100)
+    b, b_scale = deep_tile.quantize_weight(w)
+    assert supports(3, 16, 100, call="fp8_linear", dtype=torch.float32, b_stride=b.stride(0)) == (True, "supported")
+    assert deep_tile.fp8_linear(x, b, b_scale).shape == (3, 16)
+    a, a_scale = deep_tile.per_token_cast_to_fp8(x)
+    asked = {"a_stride": a.stride(0), "b_stride": b.stride(0), "call": "fp8_gemm_cast"}
+    assert supports(3, 16, 100, **asked) == (True, "supported")
+    assert deep_tile.fp8_gemm_cast(a, a_scale, b, b_scale)[0].shape == (3, 16)
+    loose = a.clone(memory_format=torch.contiguous_format).view(torch.uint8).contiguous().view(a.dtype)
+    seen = supports(3, 16, 100, **{**asked, "a_stride": loose.stride(0)})
+    with pytest.raises(ValueError) as refused:
+        deep_tile.fp8_gemm_cast(loose, a_scale, b, b_scale)
+    assert seen == (False, str(refused.value))
+
+
 def test_is_available_answers():
     available, reason = is_available()
     assert isinstance(available, bool) and reason
@@ -270,7 +324,7 @@ def test_is_available_never_raises(monkeypatch):
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """What torch.cuda says of a Hopper GPU that is there; further answers are the test's."""
+    """torch.cuda answers as with a Hopper GPU; a test may change further answers."""
     answers = {
         "is_available": True,
         "current_device": 0,
@@ -299,7 +353,7 @@ def failing_query():
 
 
 def test_is_available_sees_a_dead_context(pretended_gpu):
-    """But asks nothing of a stream that is being captured, which that would break off."""
+    """During a capture the stream is not queried, which would break the capture off."""
     pretended_gpu()
     assert is_available() == (True, f"NVRTC {jit.nvrtc_version()}, NVIDIA H200")
     pretended_gpu(current_stream=SimpleNamespace(query=failing_query))
@@ -335,7 +389,7 @@ def no_gpu_and_no_kernels(monkeypatch, tmp_path):
 
 @pytest.fixture
 def quick_compiler(no_gpu_and_no_kernels, monkeypatch):
-    """All kernels are compiled, into the empty cache, in no time: they become the same cubin."""
+    """All kernels compile to the same cubin, into the empty cache, in no time."""
     nothing = jit.compile_kernel('extern "C" __global__ void nothing() {}', "nothing")
 
     def compile_kernel(source, name):
@@ -346,7 +400,7 @@ def quick_compiler(no_gpu_and_no_kernels, monkeypatch):
 
 
 def needed_configs(n: int, k: int, max_m: int) -> set[GemmConfig]:
-    """What fp8_gemm chooses for a dense `out`: TMA stores to aligned rows, and to a single row."""
+    """The configs that fp8_gemm chooses for a dense `out`: TMA stores to aligned rows, and to a single row."""
     return {choose(GemmProblem(m, n, k, 132, tma_store=n % 8 == 0)) for m in range(1, max_m + 1)}
 
 
@@ -384,13 +438,13 @@ def test_precompile_of_several_shapes_is_their_union(quick_compiler):
 def test_precompile_heeds_num_sms(quick_compiler):
     result = precompile([(576, 7168, 128)], num_sms=1)
     assert all(config.cluster == 1 for config in result.configs)
-    assert set(result.configs) == set(configs_for(576, 7168, 128, 1))
+    assert set(result.configs) == set(configs_for(GemmProblem(1, 576, 7168, 1), 128))
 
 
 def test_precompile_batch_invariant(quick_compiler):
-    """Without split K, which these shapes are given otherwise, and for the selector's every choice."""
+    """The selector gives these shapes split K otherwise; with the option it never does."""
     shape = (576, 7168, 128)
-    assert any(config.split_k > 1 for config in configs_for(*shape, 132))
+    assert any(config.split_k > 1 for config in configs_for(GemmProblem(1, *shape[:2]), 128))
     result = precompile([shape], batch_invariant=True)
     assert all(config.split_k == 1 for config in result.configs)
     chosen = {choose(GemmProblem(m, 576, 7168, 132, split_k=False)) for m in range(1, 129)}
@@ -406,11 +460,11 @@ def test_precompile_takes_padded_rows(no_gpu_and_no_kernels):
     assert precompile([(128, 100, 8)]).compiled == 1
 
 
-# What importing must not do.
+# Imports.
 
 
 def run_python(program: str, **environment: str) -> str:
-    """Output of a program in a process of its own; its failure is the test's."""
+    """The output of a program run in its own process. The test fails if the program does."""
     result = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment},

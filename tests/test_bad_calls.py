@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, abou
 
 
 def refusal(bad: BadCall, good: Good) -> str:
-    """What the error says; it must be of the right type, and `out` untouched."""
+    """The error's text, after a check of its type and of the untouched `out`."""
     function = CALLS[bad.call](good)
     with pytest.raises(Exception) as raised:
         function(**bad.arguments(good))
@@ -38,7 +38,7 @@ def check_good_calls(good: Good) -> None:
 
 
 def check_refused(bad: BadCall, device: str) -> None:
-    """Whether or not calls like it, but right, went before: nothing that they left behind lets it pass."""
+    """A wrong call is refused whether or not a right call like it went before."""
     good = Good(device)
 
     for operation in OPERATIONS.values():

@@ -1,4 +1,4 @@
-"""The benchmark scripts without a GPU: shapes, contestants on small CPU inputs, what is concluded and written."""
+"""The benchmark scripts without a GPU: shapes, contestants on small CPU inputs, conclusions and files."""
 
 import contextlib
 import json
@@ -182,7 +182,7 @@ def without_gpu(monkeypatch):
 
 
 def test_power_is_taken_between_steps_of_the_count(monkeypatch):
-    """Of 700 W: a count in steps of 70 J, ten a second."""
+    """700 W, counted in steps of 70 J ten times a second."""
     clock, seen = [0.0], threading.Event()
 
     def millijoules() -> int:
@@ -331,7 +331,7 @@ def test_report_writes_tables_and_chart(tmp_path):
 
 
 def with_bf16(run):
-    """And BF16 at half of deep_tile's speed."""
+    """The same results, with BF16 at half of deep_tile's speed."""
     for row in run["shapes"]:
         row["results"]["torch_bf16"] = {"us": 2 * row["results"]["deep_tile"]["us"]}
     return run

@@ -24,8 +24,8 @@ def device(request) -> str:
 
 
 def assert_re_based(result: blocks.Blocks, exact: torch.Tensor) -> None:
-    """Elements are the nearest for their scales, blocks fill e4m3's range, and the report says what has changed."""
-    weight, scale, report = result.weight.cpu(), result.scale.cpu(), result.report
+    """Assert that elements are the nearest for their scales, blocks fill e4m3's range, and the report is right."""
+    weight, scale, report, exact = result.weight.cpu(), result.scale.cpu(), result.report, exact.cpu()
     assert (weight.dtype, scale.dtype, weight.shape) == (FP8_DTYPE, torch.float32, exact.shape)
     each = spread(scale, (128, 128), exact.shape[-2:])
     wanted = nearest_e4m3((exact / each).float().numpy())
@@ -63,7 +63,7 @@ def test_every_element(device, name, shape):
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_size_and_spread(data):
-    """In some rows at a time, and with shards that begin anywhere in a block of scales."""
+    """The weight is converted in parts of its rows, with shards that begin anywhere in a block of scales."""
     name = data.draw(st.sampled_from([*FORMATS]))
     of = FORMATS[name]
     n, k = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 200)) * 2
@@ -81,7 +81,8 @@ def test_any_size_and_spread(data):
 
 
 def test_mxfp4_is_exact_within_14_powers_of_two(device):
-    """By the scales alone, bit for bit; beyond, the smallest are lost, and only by who allows it."""
+    """The scales alone change, bit for bit. Beyond 14 powers of two the smallest elements are lost, if the caller
+    allows it."""
     weight = torch.arange(256, dtype=torch.uint8, device=device).view(4, 64).repeat(32, 2)  # [128, 256] packed 2
     for powers in (14, 15):
         scale = torch.full((128, 8), 127, dtype=torch.uint8, device=device)
@@ -150,7 +151,7 @@ SCALES = {
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("name", ["fp8_channel", "fp8_32x32"])
 def test_odd_scales(device, kind, name):
-    """Those of the result are normal numbers, whatever they were."""
+    """Whatever the given scales are, those of the result are normal numbers."""
     weight, scale, arguments, _ = draw(name, (300, 256), device)
     scale = SCALES[kind](torch.rand(scale.shape, device=device))
     block = (1, 256) if name == "fp8_channel" else (32, 32)
@@ -171,7 +172,7 @@ def test_dtypes_of_powers_of_two(device, dtype):
 
 @pytest.mark.parametrize("name", [name for name, of in FORMATS.items() if of.inferred])
 def test_formats_are_recognised(name):
-    """And tell of one another by what they are told, where they are not."""
+    """Formats that look alike are told apart by arguments."""
     for shape in ((256, 512), (3, 130, 288)):
         weight, scale, arguments, _ = draw(name, shape)
         arguments.pop("format")
@@ -186,7 +187,7 @@ def test_formats_are_recognised(name):
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in PACKED])
 @pytest.mark.parametrize("leading", [(), (2,)])
 def test_in_place(device, name, leading):
-    """The same bytes; a weight that is refused stays as it was, and so does its scale."""
+    """The result has the same bytes. A weight that is refused stays as it was, and so does its scale."""
     weight, scale, arguments, exact = draw(name, (*leading, 150, 320), device)
     wanted = to_blocks(weight, scale, **arguments, max_error=math.inf)
     before = weight.clone()
@@ -313,7 +314,7 @@ def test_what_is_refused(call, kind, message):
 
 
 def test_nothing_is_written_of_what_is_refused(monkeypatch):
-    """Though it is NaN that comes last."""
+    """Nothing is written even where the NaN that is refused comes last."""
     monkeypatch.setattr(blocks, "ELEMENTS_AT_ONCE", 1)
     weight, scale, *_ = draw("fp8_32x32", (256, 512))
     weight.view(torch.uint8)[255, 511] = 0xFF

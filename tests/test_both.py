@@ -1,4 +1,4 @@
-"""Casts both ways and the transpose of FP8: the bits of the casts that they join, in eager and traced, what is refused.
+"""`cast_both`, `cast_weight` and `transpose_fp8`: the bits of the casts that they join, eager and traced, and refusals.
 
 On the CPU; test_both_gpu.py has the kernels, and test_cast_kernels.py their bits without a GPU.
 """
@@ -47,7 +47,7 @@ def joined(x, rows=None, offs=None, alignment=128, blocks=False, **options):
 
 
 def of_weight(w, **options):
-    """Likewise: a cast, of each expert's weight, and torch's transpose."""
+    """The definition: a cast (of each expert's weight), and torch's transpose."""
     if w.dim() == 3:
         return tuple(map(torch.stack, zip(*(of_weight(each, **options) for each in w), strict=True)))
     b, scale = per_block_cast_to_fp8(w, **options)
@@ -108,7 +108,7 @@ def test_options_reach_both_casts(options):
 @pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
 @pytest.mark.parametrize("leading", [(), (1,), (3,)], ids=str)
 def test_bytes_are_transposed(dtype, leading):
-    """All of them, NaN and the negative zero, too."""
+    """Every byte is moved, NaN and negative zero included."""
     for shape in SHAPES:
         x = torch.randint(0, 256, (*leading, *shape), dtype=torch.uint8).view(dtype)
         made = transpose_fp8(x)
@@ -121,7 +121,7 @@ def test_bytes_are_transposed(dtype, leading):
 
 
 def strided(x):
-    """The same numbers in other places."""
+    """The same numbers at other strides."""
     n, k = x.shape
     yield x.t().contiguous().t()
     yield torch.stack([x, x], -1).flatten(1)[:, ::2]

@@ -1,5 +1,4 @@
-"""The kernels of casts both ways: the bits that the CPU has, for every shape, dtype, place and alignment, and nothing
-around what they write."""
+"""The kernels of casts both ways: the CPU's bits for every shape, dtype, place and alignment, and no stray write."""
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ LARGER = [*SHAPES, (4096, 576), (33, 2049), (1, 16391), (1000, 4104)]
 
 @pytest.fixture(autouse=True)
 def guards(monkeypatch):
-    """Results lie in poisoned memory; what is around them, and between their rows, stays as it is."""
+    """Results lie in poisoned memory, which must not change around them and between their rows."""
     memory = []
 
     def inside(x):
@@ -148,7 +147,7 @@ def test_any_strides():
     "offs", [[300], [5, 130, 300], [0, 128, 128, 300], [2**31 - 1], [0], [100, 50, 300], [-5, 200]], ids=str
 )
 def test_groups(offs, columns):
-    """Tokens of no group are left alone; what is along k is written for whole 128 that live."""
+    """Tokens of no group are left alone. Along k, whole blocks of 128 living tokens are written."""
     x = wide_matrix(300, columns, torch.bfloat16)
     offs = torch.tensor(offs, dtype=torch.int32)
     made, wanted = [cast_both(x.to(device), offs=offs.to(device)) for device in ("cuda", "cpu")]

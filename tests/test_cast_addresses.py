@@ -1,4 +1,4 @@
-"""Where a cast's kernel reads and writes, by the numbers of its launch: no GPU, and no kernel.
+"""The addresses that a cast's kernel reads and writes, from its launch parameters: without a GPU or a kernel.
 
 Inputs and targets lie in memory in every way that a call takes, between a neighbour's elements. What a kernel would
 touch, by the formulas of quantize.cuh, experts.cuh, transposed.cuh and combine.cuh, is compared with what torch has
@@ -87,7 +87,7 @@ def assert_vectors_fit(x, at, elements):
 
 
 def targets(shape, first, scale_is_transposed):
-    """Of a cast's result of this shape, whose rows have a gap between them."""
+    """Targets of a cast's result of this shape, with a gap between rows."""
     order = [*range(len(shape))]
     of_scale = quantize.scale_shape(shape, quantize.TOKEN_BLOCK)
     scale_order = [order[-1], *order[:-1]] if scale_is_transposed else order
@@ -105,7 +105,7 @@ def assert_writes(numbers, rows, out, scale):
 
 
 def living_rows(numbers, lists):
-    """Of out, as `LivingRows` of experts.cuh finds them."""
+    """Living rows of `out`, as `LivingRows` (experts.cuh) finds them."""
     if "counts" in lists:
         assert numbers.groups == len(lists["counts"])
         living = [range(max(0, min(count, numbers.group_rows))) for count in lists["counts"].tolist()]
@@ -161,7 +161,7 @@ def check_cast(x, gating, lists, first, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
 def test_vectors_are_used(dtype, shape):
-    """Where all is aligned: or the tests above would show nothing of them."""
+    """Aligned tensors are read by vectors; otherwise the tests above would not show them."""
     out, scale = targets(shape, 16, False)
     read = quantize.readable(laid_out(shape, layouts(shape)["transposed"], dtype, 16))
     numbers = SimpleNamespace(**quantize.numbers_of(read, quantize.Options(1), out, scale, {}))

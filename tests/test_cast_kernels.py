@@ -60,7 +60,7 @@ ASSEMBLY_OF_ROWS = {
     r'asm\("ex2\.approx\.ftz\.f32 .*?;" : "=f"\(power\) : "f"\(x\)\);': "power = host_ex2(x);",
     r'asm\("rcp\.approx\.ftz\.f32 .*?;" : "=f"\(reciprocal\) : "f"\(x\)\);': "reciprocal = host_normal_reciprocal(x);",
 }
-"""Of casts of rows, beside the others."""
+"""Assembly that only casts of rows have."""
 
 ASSEMBLY_OF_COMBINE = {
     r'asm\("cvt\.rn\.bf16x2\.f32 .*?;" : "=r"\(packed\) : "f"\(high\), "f"\(low\)\);': (
@@ -115,7 +115,7 @@ COMPILER = ("c++", "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-w")
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory):
-    """Runs a kernel on tensors of the CPU; each is compiled once, and what all include once before them."""
+    """Run a kernel on CPU tensors. Each kernel compiles once; the headers that all include compile once before."""
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
     directory, libraries = tmp_path_factory.mktemp("kernels"), {}
@@ -193,8 +193,9 @@ MIDDLES = torch.cat([torch.arange(0.5, 8), *(torch.arange(8.5, 16) * 2**e for e 
 @pytest.mark.parametrize("exact", ["divide", "reciprocal"])
 @pytest.mark.parametrize("exponent", [-116, -84, -72, -70, 0, 119])
 def test_quotients_between_two_codes(launch, kernel, exact, exponent):
-    """So close to the middle that it matters how is divided; and the largest of their group, which sets the scale. From
-    the smallest scale on, by where its remainders are taken otherwise, to the largest."""
+    """Elements next to the middle of two codes, where the way of dividing decides, each with the largest element of its
+    group, which sets the scale. Scales range from the smallest one over those with unusual remainders to the
+    largest."""
     dtype = DTYPES[kernel.source]
     if dtype == torch.float16 and exponent:
         pytest.skip("FP16 has no such numbers")
@@ -209,7 +210,7 @@ def test_quotients_between_two_codes(launch, kernel, exact, exponent):
 
 
 def assert_as_defined(launch, kernel, x, options):
-    """What the kernel writes into poisoned tensors is what the cast gives on the CPU."""
+    """The kernel writes into poisoned tensors what the cast gives on the CPU."""
     wanted = CASTS[kernel.block_rows](x, **options)
     out, scale = (y.clone().fill_(-7) for y in wanted)
     launch_cast(launch, kernel, x, quantize.Options(kernel.block_rows, **options), out, scale, {})
@@ -217,7 +218,7 @@ def assert_as_defined(launch, kernel, x, options):
 
 
 def launch_cast(launch, kernel, x, options, out, scale, lists, grid=2):
-    """As a call does on a GPU: of `x`, or of the copy that is made of it, by the numbers that are made of that."""
+    """Launch as a call on a GPU does: on `x` or its copy, with the parameters that the call computes."""
     x = quantize.readable(x)
     layout = quantize.numbers_of(x, options, out, scale, lists)
     places = params.places(kernels.fields_of_rows((*lists,)))
@@ -236,7 +237,7 @@ LIVING = {
     "counts that lie": {"counts": [14, -3, *I32_LIMITS, 12]},
     "no row lives": {"counts": [0] * 5},
 }
-"""Of 65 rows, in groups of 13."""
+"""Lists of living rows, of 65 rows or of five groups of 13."""
 
 
 def int32(**lists):
@@ -269,7 +270,7 @@ class Guarded:
 
 
 def assert_rows_as_defined(launch, kernel, x, options, lists, grid=2):
-    """The kernel writes into poisoned tensors what the definition does; both leave the same rows alone."""
+    """The kernel writes into poisoned tensors what the definition does, and both skip the same rows."""
     options = quantize.Options(1, **options)
     by_kernel, by_definition = (Guarded(x, options, lists) for _ in range(2))
     quantize.definition(x.flatten(0, -2), options, *by_definition.matrices, lists)
@@ -279,7 +280,7 @@ def assert_rows_as_defined(launch, kernel, x, options, lists, grid=2):
 
 
 def assert_silu_mul_in_bounds(launch, kernel, x, options, numbers, lists=None):
-    """Of what the kernel writes, and of what the definition does; both leave the same rows alone."""
+    """Kernel and definition are within the bounds, and both skip the same rows."""
     lists = lists or {}
     gating = sources.gating(*(numbers[name] for name in ("limit", "alpha", "beta")))
     options = quantize.Options(1, **options, gating=gating)
@@ -302,7 +303,7 @@ PLAIN = {"limit": None, "alpha": 1.0, "beta": 0.0}
 @each_kernel("silu_mul")
 @EACH_OPTION
 def test_silu_mul_is_within_its_bounds(launch, kernel, options):
-    """Of all magnitudes, and of such as occur; of whole vectors and of single elements."""
+    """Values of all magnitudes and of usual ones; whole vectors and single elements."""
     dtype = DTYPES[kernel.source]
     for (rows, k), numbers in itertools.product(
         [(5, 400), (3, 301), (40, 264)],
@@ -316,7 +317,7 @@ def test_silu_mul_is_within_its_bounds(launch, kernel, options):
 
 @each_kernel("silu_mul")
 def test_each_product_of_silu_mul(launch, kernel):
-    """Rows of one column, so that each shows in a scale of FP32."""
+    """Rows have one column, so that each product shows in an FP32 scale."""
     x = torch.stack([torch.empty(8192).uniform_(-25, 25), torch.randn(8192)], 1).to(DTYPES[kernel.source])
     numbers = {"limit": 20.0, "alpha": 1.702, "beta": 1.0}
     assert_silu_mul_in_bounds(launch, kernel, x, {"amax_floor": 2.0**-80}, numbers)
@@ -344,14 +345,14 @@ NO_MATRIX = {
     "every second column": lambda x: x.repeat_interleave(2, 2)[..., ::2],
     "one row for a group": lambda x: x[:, :1].expand_as(x),
 }
-"""Layouts of groups of rows that are no view of one matrix whose columns are adjacent."""
+"""Layouts of row groups that no matrix with adjacent columns can view."""
 
 
 @pytest.mark.parametrize("kernel", kernels.cast_kernels(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("laid_out", NO_MATRIX.values(), ids=NO_MATRIX)
 @pytest.mark.parametrize("rows", [5, 300])
 def test_groups_that_are_no_view_of_a_matrix(launch, kernel, laid_out, rows):
-    """Of fewer rows than columns, and of more."""
+    """Groups with fewer rows than columns, and with more."""
     dtype, counts = DTYPES[kernel.source], int32(counts=[rows, 3, 0, rows // 2])
     if kernel.what == "silu_mul":
         x = laid_out(torch.randn(4, rows, 2 * 136).to(dtype))
@@ -398,7 +399,7 @@ OFFS = {
 
 
 def assert_transposed_as_defined(launch, kernel, x, options, lists, grid=2):
-    """The kernel writes into poisoned tensors what the definition does; both leave the same tokens alone."""
+    """The kernel writes into poisoned tensors what the definition does, and both skip the same tokens."""
     options = transposed.CastOptions(**options)
     shape = x.shape[1], len(lists["rows"]) if "rows" in lists else len(x)
     by_kernel, wanted = (Guarded(torch.empty(shape), quantize.Options(1), {}) for _ in range(2))
@@ -457,7 +458,7 @@ SHAPES_OF_BOTH = [(1, 1), (3, 400), (300, 301), (131, 264)]
 
 
 def guarded_like(made):
-    """Tensors of these shapes and strides, poisoned, and all of their memory."""
+    """Poisoned tensors of these shapes and strides, and the memory around them."""
     memory = [torch.full((x.untyped_storage().nbytes() + 64,), POISON, dtype=torch.uint8) for x in made]
     inner = [m[32:-32].view(x.dtype).as_strided(x.shape, x.stride()) for m, x in zip(memory, made, strict=True)]
     return inner, memory
@@ -581,7 +582,7 @@ def draw_gated(kernel, rows, columns, gates):
 
 
 def gated_by_kernel(launch, kernel, dh, gate_up, options, given):
-    """What the kernel makes, and the definition, of poisoned tensors; nothing around them is written."""
+    """Results of the kernel and of the definition in poisoned tensors; no stray write."""
     options = both.BothOptions(**{"amax_floor": 0} | options, blocks=kernel.blocks)
     lists = [given.get(name) for name in gated.SWIGLU_GRADIENT.lists]
     both_of_them = []
@@ -605,7 +606,7 @@ def gated_by_kernel(launch, kernel, dh, gate_up, options, given):
 @EACH_GATED
 @EACH_OPTION
 def test_gradients_of_exact_sigmoids_have_the_definitions_bits(launch, kernel, options):
-    """Of gates whose sigmoid is 0, a half or 1: nothing is approximate, and all products and casts show."""
+    """With sigmoids of 0, 1/2 and 1 nothing is approximate, so that all products and casts show."""
     for (rows, columns), floor, shares in zip(
         [(1, 128), (131, 256), (300, 128)], FLOORS[:3], [False, True, True], strict=True
     ):
@@ -624,7 +625,7 @@ def test_gradients_of_exact_sigmoids_have_the_definitions_bits(launch, kernel, o
 
 @EACH_GATED
 def test_gradients_are_near_the_definitions(launch, kernel):
-    """Of gates as they are: a number of BF16 may be the neighbour, and a code with it."""
+    """With any gates a BF16 number may be the neighbour of the definition's, and its code with it."""
     dh, gate_up = (torch.randn(200, n).bfloat16() * 3 for n in (256, 512))
     given = {"share": torch.rand(200)}
     if kernel.source == "e4m3":
@@ -643,7 +644,7 @@ def test_gradients_are_near_the_definitions(launch, kernel):
 @pytest.mark.parametrize("kernel", [kernels.GATED["bf16", False]], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("offs", [[300], [5, 130, 300], [0, 128, 128, 300], [100, 50, 300], [0]], ids=str)
 def test_gradients_of_groups(launch, kernel, offs):
-    """Rows of no group are left alone, and count as zeros along tokens where others of their 128 live."""
+    """Rows of no group are skipped. Along tokens they count as zeros if others of their 128 live."""
     gates = torch.tensor([0.0, 200.0])[torch.randint(2, (300, 128))]
     dh, gate_up, _ = draw_gated(kernel, 300, 128, gates)
     given = {"share": torch.rand(300), **int32(offs=offs)}
@@ -667,7 +668,7 @@ def test_gradients_of_groups(launch, kernel, offs):
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top_k", [1, 3, 4, 5, 8])
 def test_combine_is_the_definitions(launch, index_dtype, weight_dtype, top_k):
-    """Of whole vectors and of single elements; numbers that name no row, infinity and NaN among the others."""
+    """Whole vectors and single elements; numbers that name no row; infinity and NaN."""
     limits = torch.iinfo(index_dtype)
     for tokens, columns, offset in ((13, 136, 0), (13, 136, 1), (37, 21, 0), (3, 8, 0)):
         x = (torch.randn(9, columns + offset) * torch.logspace(-30, 30, 9)[:, None]).bfloat16()[:, offset:]
@@ -690,7 +691,7 @@ def test_combine_is_the_definitions(launch, index_dtype, weight_dtype, top_k):
 @pytest.mark.parametrize("kernel", kernels.UNPACK.values(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("shape", [(16, 128), (3, 144, 352)], ids=str)
 def test_packed_weights_become_fp8_as_defined(launch, kernel, shape):
-    """Also the converter warps' arithmetic, which is the same code. Every code and scale of any distance."""
+    """The converter warps run the same code. Every code occurs, and scales at every distance."""
     weight, scale, arguments, _ = draw(NAMES_OF_PACKED[kernel.kind], shape, spread_of_scales=40)
     made = pack_weight(weight, scale, **arguments, max_error=math.inf)
     k_blocks = -(-shape[-1] // 128)
@@ -706,7 +707,7 @@ def test_packed_weights_become_fp8_as_defined(launch, kernel, shape):
 
 
 def assert_sorted_as_defined(launch, kernel, schedule, chosen, number_of_experts, alignment):
-    """The kernel writes over poison what the definition gives."""
+    """The kernel overwrites poison with the definition's result."""
     wanted = experts.sorted_by_torch(chosen, number_of_experts, alignment)
     found = [torch.full_like(x, -7) for x in wanted]
     layout = kernels.sort_numbers(schedule, *chosen.shape, len(wanted.rows), number_of_experts, alignment)
@@ -719,8 +720,8 @@ def assert_sorted_as_defined(launch, kernel, schedule, chosen, number_of_experts
 @pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_sort_is_the_definitions(launch, dtype, kind, alignment):
-    """By blocks of 64 threads, of which few choices are many: by one block, by clusters of all sizes, by clusters that
-    share out the rows or only fill gaps, in several steps of a block and of a warp."""
+    """Thread blocks have 64 threads, so that few choices count as many: one block, clusters of all sizes, clusters that
+    share the rows or only fill gaps, several steps of a block and of a warp."""
     kernel = SortKernel(str(dtype).removeprefix("torch."), threads=64, blocks_per_sm=1)
     sizes = (1, 1, 1), (1, 8, 64), (13, 3, 7), (64, 4, 32), (300, 6, 64), (700, 8, 60)
     for tokens, top_k, number_of_experts in sizes:
@@ -743,7 +744,8 @@ def test_sort_is_the_definitions(launch, dtype, kind, alignment):
     alignment=st.sampled_from([1, 128, 1024]),
 )
 def test_every_choice_is_counted_and_placed(choices, number_of_experts, alignment):
-    """As SortShare in sort.cuh cuts them up: each cluster counts all, and one block of one cluster places each."""
+    """As SortShare (sort.cuh) divides them: each cluster counts all choices, and one block of one cluster places
+    each."""
     kernel = kernels.SORT["int64"]
     rows = experts._rows_size(choices, number_of_experts, alignment)
     grid, cluster, counted, warp_choices = kernels.schedule_sort(choices, rows, kernel.threads)

@@ -1,4 +1,4 @@
-"""What a run of tests compiles: every feature whatever changed, and what has code of a change."""
+"""The kernels that a test run compiles: every feature in each run, and all that contain changed code."""
 
 import re
 import subprocess
@@ -94,7 +94,7 @@ def test_all_kernels_are_touched_where_the_commit_cannot_say(monkeypatch, tmp_pa
 
 
 def test_headers_are_in_the_kernels_that_they_are_said_to_be_in(monkeypatch, tmp_path):
-    """A comment in every function of a header is in the PTX of its users."""
+    """A comment in each function of a header shows up in its users' PTX."""
     headers = {name: (HEADERS / name).read_text() for name, uses in USERS.items() if any(map(uses, EVERY_CONFIG))}
     function = re.compile(r"(__device__ __forceinline__ (?:[^;{}:]|::)*\)(?: const)? \{)")
     monkeypatch.setattr(jit.settings, "dump_dir", lambda: tmp_path)  # which remembers what the variable was

@@ -59,7 +59,7 @@ class CompiledOnce:
 
 
 programs: dict[tuple[str, str], CompiledOnce] = {}
-"""Of all tests in this file, most of which want the same few kernels."""
+"""Programs of all tests in this file, most of which want the same few kernels."""
 
 
 def remembered_program(source: str, language: str, options: ProgramOptions) -> CompiledOnce:
@@ -186,7 +186,7 @@ def test_demo_is_readable_at_80_columns(call, monkeypatch, one_layer):
 
 @pytest.fixture
 def made_up_gpu(monkeypatch):
-    """What demos ask of a GPU, without one: times and errors that are made up, of real kernels' names."""
+    """Times and errors of a made-up GPU for the demos, by real kernels' names."""
     monkeypatch.setattr(deep_tile, "is_available", lambda: (True, "a made-up H200"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -260,7 +260,7 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch,
 def test_compile_fills_the_cache_with_what_a_shape_needs(call, cache):
     code, out, err = call("compile", "--shape", FEW_KERNELS, "--jobs", "2")
     max_m, n, k = map(int, FEW_KERNELS.split("x"))
-    wanted = {config for store in (True, False) for config in configs_for(n, k, max_m, 132, store)}
+    wanted = {config for store in (True, False) for config in configs_for(GemmProblem(1, n, k, 132, store), max_m)}
     assert code == 0, err
     assert sorted(kernels_in(out)) == sorted(config.name for config in wanted)
     assert jit.cache_info().entries == len(wanted)
@@ -522,7 +522,7 @@ def test_demo_without_a_gpu_compiles_and_computes(call, one_layer):
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_demo_fails_on_a_wrong_product(call, one_layer, monkeypatch, factor):
     right = deep_tile.fp8_gemm
-    monkeypatch.setattr(deep_tile, "fp8_gemm", lambda *operands: right(*operands) * factor)
+    monkeypatch.setattr(deep_tile, "fp8_gemm", lambda *operands, **how: right(*operands, **how) * factor)
     code, out, err = call("demo")
     assert code == 1
     assert "exceeds" in err

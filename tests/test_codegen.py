@@ -53,7 +53,7 @@ def compiled(made_once):
 
 @pytest.fixture(scope="session")
 def listings(compiled, made_once, tmp_path_factory):
-    """The machine code of every one of them, as text: config -> what nvdisasm prints."""
+    """The machine code of each config, as nvdisasm prints it."""
 
     def disassemble_all():
         cubins = [compiled[config].cubin for config in CONFIGS]
@@ -89,7 +89,7 @@ def test_scale_warps_that_read_no_runs_of_one_scale_compile(kind):
 
 
 def test_kernels_are_uniform(compiled, listings):
-    """As nvdisasm tells it; and sass.py, which knows as many waits, says the same."""
+    """nvdisasm finds no divergence, and sass.py agrees on it and on the number of waits."""
     found = {config.name: re.findall(r"WARPSYNC.*|TRYWAIT P\d, \[R\d.*", text) for config, text in listings.items()}
     assert not {name: lines for name, lines in found.items() if lines}
     for config, text in listings.items():
@@ -138,7 +138,7 @@ def read_instruction(line: str) -> Instruction:
 
 
 def values_that_reach(instructions: list[Instruction], wanted: set[str]) -> list[Instruction]:
-    """Those that the registers `wanted` depend on after the last of `instructions`, in straight-line order."""
+    """The instructions that `wanted` registers depend on, in straight-line order, after the last of `instructions`."""
     reached = []
     for instruction in reversed(instructions):
         if not instruction.writes & wanted:
@@ -167,7 +167,7 @@ def test_split_k_gives_slots_back_when_their_values_have_come(config, listings):
 
 @pytest.mark.parametrize("kind", ["int8_rows", "int8_unscaled"])
 def test_split_k_adds_integers_as_integers(kind, tmp_path):
-    """No number of FP32 is added to another; what is stored is converted, one block's columns in each branch."""
+    """No FP32 numbers are added. Stores convert; each branch holds one block's columns."""
     config = GemmConfig(64, 64, 2, kind=kind, output="fp32", split_k=2)
     made = jit.compile_kernel(kernel_source(config), config.name)
     code = "\n".join(disassembly(made.cubin, tmp_path))
@@ -208,7 +208,7 @@ def test_source_is_self_contained(config):
     ],
 )
 def test_what_has_no_code_of_its_own_does_not_compile(options, field, value, message, monkeypatch):
-    """And gets no other's: each choice by format ends in an assertion."""
+    """Each choice by format ends in a static assertion, so that none falls through to another format's code."""
     config = GemmConfig(64, 64, 2, tma_store=False, **options)
     monkeypatch.setattr(jit, "_compile_error_text", lambda source, name, flags, log: log)
     source = kernel_source(config).replace("enum class Activation { none,", "enum class Activation { none, other,")

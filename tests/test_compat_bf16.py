@@ -1,11 +1,11 @@
-"""DeepGEMM's names for BF16 products on deep_tile: each layout, groups of rows and along k, and what is refused."""
+"""DeepGEMM's names for BF16 GEMMs: each layout, row groups, groups along k, and refusals."""
 
 import pytest
 import torch
+from grouped_case import DEVICES, Case, make_case
 from helpers import Exact, GuardedOut, assert_accurate, exact_dense_product, make_product
-from test_grouped_kinds import DEVICES, Case, make_case
 
-from deep_tile.compat import deep_gemm
+from deep_tile.compat import deep_gemm, process
 
 ALIGNMENT = 128
 SIZES = [5, 0, 130, 64]
@@ -13,7 +13,7 @@ SIZES = [5, 0, 130, 64]
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    monkeypatch.setattr(deep_gemm, "_settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
     monkeypatch.setattr(deep_gemm, "_alignment", ALIGNMENT)
 
 
@@ -53,7 +53,7 @@ def check(case: Case, call) -> None:
 def test_contiguous_groups(by_ends, layout, device):
     case = make_case("bf16", SIZES, 200, 320, device=device, alignment=ALIGNMENT, layout=layout)
     a, b = case.operands
-    groups = case.bounds["offs"]
+    groups = case.bounds
     if not by_ends:
         groups = torch.full((len(a),), -1, dtype=torch.int32, device=device)
         for group, (begin, end) in enumerate(case.rows):
@@ -67,7 +67,7 @@ def test_contiguous_groups(by_ends, layout, device):
 def test_rows_of_their_own(device):
     case = make_case("bf16", SIZES, 136, 256, device=device, capacity=135)
     call = deep_gemm.m_grouped_bf16_gemm_nt_masked
-    check(case, lambda out: call(*case.operands, out, case.bounds["counts"], 16))
+    check(case, lambda out: call(*case.operands, out, case.bounds, 16))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -23,7 +23,7 @@ last, where all experts before it are rounded up."""
 
 
 def received(counts, alignment, psum, device):
-    """The handle, rows of which only experts' are written, and each row's expert, -1 for none."""
+    """A handle of DeepEP, rows of which only the experts' are written, and each row's expert, -1 for none."""
     rows = -(-psum[-1] // alignment) * alignment + 3  # of a buffer that has room for more
     x = torch.full((rows, 256), float("nan"), dtype=torch.bfloat16, device=device)
     expert = torch.full((rows,), -1, device=device)

@@ -10,7 +10,7 @@ import torch
 from helpers import ACCUMULATION, Exact, GuardedOut, Operands, assert_accurate, exact_product, make_operands
 
 from deep_tile import per_token_cast_to_fp8
-from deep_tile.compat import deep_gemm
+from deep_tile.compat import deep_gemm, indexer, process
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -51,11 +51,11 @@ def installed():
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    monkeypatch.setattr(deep_gemm, "_settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
 
 
 def dense(operands: Operands) -> Operands:
-    """With dense rows, which for k = 3884 begin anywhere."""
+    """Dense rows, which begin at odd addresses for k = 3884."""
     return operands._replace(a=operands.a.contiguous(), b=operands.b.contiguous())
 
 
@@ -116,7 +116,7 @@ def test_powers_of_two_are_expanded():
 
 
 def test_casts_are_its_own():
-    """Its published formula, with the reciprocals that torch multiplies with on a GPU."""
+    """DeepGEMM's published formula, with reciprocals, as torch multiplies on a GPU."""
     x = torch.randn(9, 300).bfloat16()
     blocks = torch.nn.functional.pad(x.float(), (0, 84)).view(9, 3, 128)
     scale = blocks.abs().amax(2).clamp(1e-4) * torch.tensor(1 / 448)
@@ -132,7 +132,7 @@ def test_casts_are_its_own():
 
 
 def test_cast_along_rows_is_its_own():
-    """Its published formula, likewise."""
+    """DeepGEMM's published formula, as above."""
     x = torch.randn(256, 70).bfloat16()
     blocks = x.float().view(2, 128, 70)
     scale = blocks.abs().amax(1).clamp(1e-4) * torch.tensor(1 / 448)
@@ -167,7 +167,7 @@ def product_of_rows(m, n, k, device):
 @pytest.mark.parametrize("ks", [(384,), (128, 0, 512, 256), (0, 0), (128,) * 9], ids=str)
 @pytest.mark.parametrize("adds", ["nothing", "d", "another tensor"])
 def test_gradients_of_experts(device, ks, adds):
-    """Each group's k of every row, group after group, as DeepGEMM's tests lay operands out."""
+    """Operands lie as in DeepGEMM's tests: each group's k of every row, group after group."""
     m, n = 70, 136
     parts = [product_of_rows(m, n, k, device) for k in ks]
     a, b = (torch.cat([x.flatten().view(torch.uint8) for x in each]) for each in list(zip(*parts, strict=True))[::2])
@@ -189,7 +189,7 @@ def test_gradients_of_experts(device, ks, adds):
 
 
 def test_small_groups_are_one_launch(monkeypatch):
-    """Their numbers are those of a launch for each, which larger groups have."""
+    """The results equal those of a launch per group, which larger groups get."""
     launches, m, n, ks = [], 70, 136, (128, 0, 512, 256)
     parts = [product_of_rows(m, n, k, "cpu") for k in ks]
     a, b = (torch.cat([x.flatten().view(torch.uint8) for x in each]) for each in list(zip(*parts, strict=True))[::2])
@@ -303,6 +303,12 @@ def test_settings_of_the_process(monkeypatch):
     assert seen == [{"num_sms": 24, "pdl": True}] and (deep_gemm.get_num_sms(), deep_gemm.get_pdl()) == (24, True)
     with pytest.raises(TypeError, match="num_sms is 1.5"):
         deep_gemm.set_num_sms(1.5)
+    for name in ("mqa_logits", "paged_mqa_logits"):
+        monkeypatch.setattr(indexer.logits, name, lambda *operands, **options: seen.append(options))
+    q, keys, lists = torch.empty(1, 32, 64), (torch.empty(9, 64), torch.empty(9)), [torch.empty(1)] * 3
+    deep_gemm.fp8_mqa_logits(q, keys, *lists)
+    deep_gemm.fp8_paged_mqa_logits(q, keys[0], *lists, None, 64)
+    assert [(x["num_sms"], x["pdl"]) for x in seen[1:]] == [(24, True)] * 2
 
 
 def test_sizes():
@@ -311,7 +317,7 @@ def test_sizes():
 
 
 def test_engines_find_it(installed):
-    """As vLLM does: a spec, then names, of which those that are missing are not available."""
+    """Engines look for a module spec, then for names; missing names count as unavailable."""
     assert importlib.util.find_spec("deep_gemm") is not None
     assert [name for name in DENSE + GROUPED + TRAINING + BF16 if getattr(installed, name, None) is None] == []
     assert [name for name in ABSENT if hasattr(installed, name)] == []
@@ -334,7 +340,7 @@ LAYOUT_OF_THE_PACKAGE = {
     "testing.bench": [],
     "testing.utils": [],
 }
-"""Of DeepGEMM 2.6.1, as SGLang and DeepGEMM's own tests import it, and the names that deep_tile has of each."""
+"""Modules of DeepGEMM 2.6.1 that SGLang and DeepGEMM's tests import, with the names that deep_tile has of each."""
 
 
 REAL = """
@@ -348,7 +354,7 @@ def fp8_gemm_nt(): return "the real one's"
 
 @pytest.fixture
 def real_on_disk(tmp_path, monkeypatch):
-    """Writes a DeepGEMM of two names, where Python finds it by the name given; gives a list of when it was imported."""
+    """Write a DeepGEMM of two names where Python finds it. Returns a list of its imports."""
     loads = []
     monkeypatch.setattr(sys, "real_loads", loads, raising=False)
 
@@ -405,7 +411,7 @@ def test_a_real_one_that_cannot_be_imported_is_absent(real_on_disk, tmp_path):
 
 
 def test_newer_keywords():
-    """Of releases up to 2.8.1, which takes them on Hopper as here: with nothing to do, or not at all."""
+    """Releases up to 2.8.1 take these keywords on Hopper the same way: they do nothing, or are refused."""
     operands, by_rows = make_operands(5, 128, 256), product_of_rows(8, 16, 256, "cpu")
     out, wanted = (torch.zeros(5, 128, dtype=torch.bfloat16) for _ in range(2))
     deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], wanted)
@@ -500,7 +506,7 @@ def test_bytes_are_counted():
 
 @pytest.fixture
 def made_ready(monkeypatch):
-    """What `precompile` is asked for, in compile mode 1."""
+    """The arguments of `precompile` in compile mode 1."""
     asked = []
     monkeypatch.setattr(deep_gemm.api, "precompile", lambda shapes, **what: asked.append((shapes, what)))
     monkeypatch.setattr(deep_gemm, "_compile_mode", 0)
@@ -510,7 +516,7 @@ def made_ready(monkeypatch):
 
 
 def test_compile_mode_makes_ready_and_launches_nothing(made_ready):
-    """As SGLang warms up: every m in turn, of matrices that hold anything."""
+    """SGLang warms up so: every m in turn, with matrices of any values."""
     operands, by_rows = make_operands(70, 130, 256), product_of_rows(70, 130, 256, "cpu")
     a, b = dense(operands)[:2], dense(operands)[2:]
     b_groups = tuple(torch.stack([x.view(torch.uint8)] * 2).view(x.dtype) for x in b)

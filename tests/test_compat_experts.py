@@ -1,20 +1,21 @@
-"""DeepGEMM's names for grouped products on deep_tile: each layout of rows, as engines call, and what is refused."""
+"""DeepGEMM's names for grouped GEMMs: each layout of rows, as engines call them, and refusals."""
 
 import inspect
 
 import pytest
 import torch
+from grouped_case import DEVICES, Case, make_case
 from helpers import GuardedOut, Operands, assert_accurate, exact_product, make_operands
-from test_grouped import DEVICES, SIZES, Case, make_case
+from test_grouped import SIZES
 
-from deep_tile.compat import deep_gemm
+from deep_tile.compat import deep_gemm, process
 
 ALIGNMENT = 128
 
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    monkeypatch.setattr(deep_gemm, "_settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
     monkeypatch.setattr(deep_gemm, "_alignment", ALIGNMENT)
 
 
@@ -44,21 +45,21 @@ def by_indices(case: Case, indices: torch.Tensor | None = None, **keywords):
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)}_groups_{sum(sizes)}_rows")
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_group_for_each_row(sizes, device):
-    case = make_case(sizes, 200, 384, device=device, alignment=ALIGNMENT, a_scale="column_aligned")
+    case = make_case("fp8", sizes, 200, 384, device=device, alignment=ALIGNMENT, scales="column_aligned")
     check(case, by_indices(case, disable_ue8m0_cast=True))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)}_groups_{sum(sizes)}_rows")
 @pytest.mark.parametrize("device", DEVICES)
 def test_ends_of_groups(sizes, device):
-    case = make_case(sizes, 200, 384, device=device, alignment=ALIGNMENT, a_scale="column_aligned")
+    case = make_case("fp8", sizes, 200, 384, device=device, alignment=ALIGNMENT, scales="column_aligned")
     check(case, by_indices(case, case.bounds, use_psum_layout=True, expected_m_for_psum_layout=17))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_pad_a_group_may_name_it(device):
-    """As engines fill whole blocks of 128: then all of the block's rows are the group's."""
-    case = make_case([5, 0, 130], 72, 256, device=device, alignment=ALIGNMENT, spare=126)
+    """Engines fill whole blocks of 128 so: all rows of the block then belong to the group."""
+    case = make_case("fp8", [5, 0, 130], 72, 256, device=device, alignment=ALIGNMENT, spare=126)
     indices = indices_of(case)
     indices[:128], indices[128:384] = 0, 2
     case.a.view(torch.uint8)[:] = 0x38
@@ -69,8 +70,9 @@ def test_rows_that_pad_a_group_may_name_it(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_blocks_of_no_group_between_two(device):
-    """Their rows may hold anything afterwards; those of groups are right, and nothing behind the last is written."""
-    case = make_case([5, 40], 72, 256, device=device, alignment=512, spare=300)
+    """Rows of such blocks may hold anything afterwards. Rows of groups are right, and nothing behind the last is
+    written."""
+    case = make_case("fp8", [5, 40], 72, 256, device=device, alignment=512, spare=300)
     out = case.out
     by_indices(case)(out)
     case.guarded.assert_guards_intact()
@@ -81,7 +83,7 @@ def test_blocks_of_no_group_between_two(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_numbers_that_are_no_group_are_left_out(device):
-    case = make_case([5, 40], 72, 256, device=device, alignment=ALIGNMENT, spare=30)
+    case = make_case("fp8", [5, 40], 72, 256, device=device, alignment=ALIGNMENT, spare=30)
     indices = indices_of(case)
     indices[indices < 0] = -(2**31)
     if device == "cuda":  # where nothing refuses it
@@ -91,9 +93,9 @@ def test_numbers_that_are_no_group_are_left_out(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_their_own(device):
-    """As DeepEP hands them out: scales with strides (m * k / 128, 1, m), m of no multiple of 4."""
+    """DeepEP's layout: scales with strides (m * k / 128, 1, m), where m is no multiple of 4."""
     sizes = [3, 0, 64, 7, 133]
-    case = make_case(sizes, 136, 384, device=device, capacity=135)
+    case = make_case("fp8", sizes, 136, 384, device=device, capacity=135)
     scale = case.a_scale.transpose(1, 2).contiguous().transpose(1, 2)
     assert scale.stride() == (135 * 3, 1, 135)
     case = case._replace(a_scale=scale)
@@ -107,7 +109,7 @@ def test_another_alignment(device):
     deep_gemm.set_mk_alignment_for_contiguous_layout(16)
     assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 16
     assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(64, 8) == 128
-    case = make_case([3, 0, 17, 16], 72, 256, device=device, alignment=16)
+    case = make_case("fp8", [3, 0, 17, 16], 72, 256, device=device, alignment=16)
     check(case, by_indices(case))
     with pytest.raises(ValueError, match="alignment is 48; pass an int, a power of two"):
         deep_gemm.set_mk_alignment_for_contiguous_layout(48)
@@ -115,8 +117,8 @@ def test_another_alignment(device):
 
 @pytest.mark.gpu
 def test_graphs_hold_for_every_layout():
-    """Of indices, too, which are looked at on the device."""
-    case = make_case([512] * 4, 136, 256, device="cuda", alignment=ALIGNMENT, spare=0)
+    """Graphs hold for other indices, too, which the device reads."""
+    case = make_case("fp8", [512] * 4, 136, 256, device="cuda", alignment=ALIGNMENT, spare=0)
     indices, out = indices_of(case), case.out
     call = by_indices(case, indices)
     call(out)
@@ -170,7 +172,7 @@ def test_heads(device, heads, stacked, rows):
 
 
 def test_wrong_layouts_launch_nothing():
-    case = make_case([5, 130, 7], 72, 256, alignment=ALIGNMENT)
+    case = make_case("fp8", [5, 130, 7], 72, 256, alignment=ALIGNMENT)
     good = indices_of(case)
     for change, kind, message in (
         (lambda x: x.long(), ValueError, r"of torch.int64; for a of \d+ rows it must be \[\d+\] of torch.int32"),
@@ -187,7 +189,7 @@ def test_wrong_layouts_launch_nothing():
 
 
 def test_wrong_calls_launch_nothing():
-    case = make_case([5, 130], 72, 256, alignment=ALIGNMENT)
+    case = make_case("fp8", [5, 130], 72, 256, alignment=ALIGNMENT)
     a, b = pairs(case)
     for arguments, keywords, kind, message in (
         ((a[0], b, case.out, indices_of(case)), {}, TypeError, "a is a Tensor; it must be a pair"),
@@ -199,7 +201,7 @@ def test_wrong_calls_launch_nothing():
         with pytest.raises(kind, match=message):
             deep_gemm.m_grouped_fp8_gemm_nt_contiguous(*arguments, **keywords)
     case.guarded.assert_untouched()
-    masked = make_case([3, 4], 72, 256, capacity=5)
+    masked = make_case("fp8", [3, 4], 72, 256, capacity=5)
     for expected, bounds, kind, message in (
         (0, masked.bounds, ValueError, "expected_rows is 0"),
         (4, masked.bounds.long(), TypeError, "counts must be torch.int32"),
@@ -230,7 +232,7 @@ def test_wrong_heads_launch_nothing():
 
 
 def test_arguments_are_those_of_deep_gemm():
-    """By name and order, as 2.8.1 declares them: those of 2.6.1, and what came behind them."""
+    """Names and order are those of 2.8.1: the arguments of 2.6.1, then newer ones."""
     recipes = ["recipe", "recipe_a", "recipe_b", "compiled_dims", "disable_ue8m0_cast"]
     psum = ["use_psum_layout", "ensure_zero_padding", "expected_m_for_psum_layout"]
     for function, wanted in (
@@ -246,7 +248,7 @@ def test_settings_are_passed_along(monkeypatch):
     monkeypatch.setattr(deep_gemm.grouped, "fp8_grouped_gemm", lambda *operands, **options: seen.append(options))
     deep_gemm.set_num_sms(24), deep_gemm.set_pdl(True)
     of_process = {"num_sms": 24, "pdl": True}
-    case = make_case([100, 200], 72, 256, alignment=ALIGNMENT, spare=56)
+    case = make_case("fp8", [100, 200], 72, 256, alignment=ALIGNMENT, spare=56)
     by_indices(case)(case.out)
     by_indices(case, case.bounds, use_psum_layout=True, expected_m_for_psum_layout=9)(case.out)
     deep_gemm.m_grouped_fp8_gemm_nt_masked(*pairs(case), case.out, case.bounds, 16)
@@ -258,7 +260,7 @@ def test_settings_are_passed_along(monkeypatch):
 
 
 def test_under_compile():
-    case = make_case([5, 0, 130], 72, 256, alignment=ALIGNMENT)
+    case = make_case("fp8", [5, 0, 130], 72, 256, alignment=ALIGNMENT)
     operands = Operands(case.a, case.a_scale, case.b, case.b_scale)
 
     def product(a, a_scale, indices, out):

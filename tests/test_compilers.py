@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _versions(config: pytest.Config) -> list[str]:
-    """Without the installed one, which compiles every kernel in test_codegen.py."""
+    """The versions but for the installed one, which compiles every kernel in test_codegen.py."""
     versions = config.option.nvrtc or (ALL if config.option.all_compilers else OFTEN_USED)
     return [version for version in versions if version != jit.nvrtc_version()]
 
@@ -72,7 +72,7 @@ def test_default_kernels_compile_clean_and_uniform(compiled):
 
 
 def test_others_compile_clean_and_uniform(library):
-    """Of kernels without a GemmConfig, some that wait at a barrier."""
+    """Kernels without a GemmConfig, some of which wait at a barrier."""
     sources = {kernel.name: streaming_source(kernel) for kernel in (*cast.SORT.values(), *parts.KERNELS)}
     for kernel in other_nvrtc.compile_kernels(library, sources).values():
         assert not kernel.divergence and not jit.resource_usage(kernel.log).flawed
@@ -93,7 +93,7 @@ def test_hints_are_for_code_like_this(compiled, tmp_path):
 
 
 def test_integers_are_promoted_without_yielding(compiled):
-    """Likewise: what our hints change."""
+    """Where our hints change integer kernels."""
     plain = compiled[OF_INTEGERS].cubin
     (code,) = sass.code_sections(plain)
     words = memoryview(plain)[code].cast("Q")

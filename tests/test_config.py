@@ -241,7 +241,7 @@ def test_every_choice_of_a_config_reaches_the_kernel():
 
 
 def fields_of_shared_storage() -> set[str]:
-    """Those that C++'s SharedStorage reads, by itself or through a method of GemmConfig."""
+    """The fields that C++'s SharedStorage reads, directly or by a method of GemmConfig."""
     text = (HEADERS / "config.cuh").read_text()
     methods = dict(re.findall(r"constexpr \w+ (\w+)\(\) const \{ return (.*); \}", text))
     storage = text[text.index("struct Partials") :]
@@ -251,7 +251,7 @@ def fields_of_shared_storage() -> set[str]:
 
 @pytest.mark.about("include/deep_tile/*", "deep_tile/config.py", "deep_tile/codegen.py", "deep_tile/kinds.py")
 def test_shared_memory_is_as_large_as_cpp_says():
-    """Of every legal config, though many share a size in C++: a field that is left out there is zero."""
+    """Every legal config, though many share a size in C++: a field that is left out there is zero."""
     headers = (HEADERS / "config.cuh").read_text().replace("#pragma once", "")
     names, asserts = fields_of_shared_storage(), set()
     of_kinds = [config for kind in EVERY_KIND for output in OUTPUTS for config in default_configs(True, kind, output)]

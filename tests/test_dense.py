@@ -1,4 +1,4 @@
-"""`gemm`, `int8_gemm` and `scaled_gemm` on the CPU: definitions, refusals, ops, and what launches say to the kernel."""
+"""`gemm`, `int8_gemm` and `scaled_gemm` on the CPU: definitions, refusals, ops, and launch parameters."""
 
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ def test_it_is_its_definition(dtype, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", [None, *OUT_DTYPES], ids=str)
 def test_integers_without_scales(out_dtype):
-    """As they are, or rounded once."""
+    """Sums are returned as they are, or rounded once."""
     product = make_product("int8_unscaled", 37, 53, 300)
     out = gemm(*product.operands, out_dtype=out_dtype)
     assert out.dtype == (out_dtype or torch.int32)
@@ -179,7 +179,7 @@ def test_refused_scales(kind):
     ],
 )
 def test_scales_of_blocks_are_told_from_scales_of_rows(sizes, shapes, scaling):
-    """By their shapes; one block along k has scales of rows, which mean the same."""
+    """The shapes tell them apart. With one block along k, both mean the same."""
     (m, n, k), (a_scale, b_scale) = sizes, map(torch.ones, shapes)
     for kind in (kind for kind in KINDS.values() if kind.scaling == scaling):
         operands = torch.ones(m, k).to(dtype_of(kind.a)), a_scale, torch.ones(n, k).to(dtype_of(kind.b)), b_scale
@@ -210,7 +210,7 @@ def test_sums_that_are_promoted_are_asked_for_by_name():
 
 @pytest.mark.parametrize("family", ["fp8", "fp8_1x128", "fp8_rows"])
 def test_formats_of_fp8_are_mixed(family):
-    """Every pair is multiplied as the values that it holds: those of a rounded to e5m2 are e4m3's, too."""
+    """Each pair of formats is multiplied by its values; numbers rounded to e5m2 are e4m3 numbers, too."""
     a, a_scale, b, b_scale = make_product(family, 37, 130, 304).operands
     coarse = [x.float().to(torch.float8_e5m2) for x in (a, b)]
     fine = [x.float().to(torch.float8_e4m3fn) for x in coarse]
@@ -461,7 +461,7 @@ def test_operands_lie_as_their_strides_say(layout, dtype):
 
 
 def test_strides_that_say_either_mean_along_k():
-    """Of a single element, of dense single rows and columns; and nothing is refused that TMA can read in some way."""
+    """Single elements, dense single rows and columns: nothing is refused that TMA can read in some way."""
     ones = torch.ones(4096).bfloat16()
     for shape, strides, along in (
         ((1, 1), (1, 1), "k"),
@@ -476,8 +476,8 @@ def test_strides_that_say_either_mean_along_k():
         ((8, 8), (1, 8), "rows"),
     ):
         x = ones.as_strided(shape, strides)
-        assert dense._strides_problem("x", x) is None
-        assert dense._lies_along_rows(x) == (along == "rows"), (shape, strides)
+        assert checks.strides_problem("x", x) is None
+        assert checks.lies_along_rows(x) == (along == "rows"), (shape, strides)
         assert torch.equal(gemm(x, x), x.float().mm(x.float().t()).bfloat16())
 
 
@@ -613,7 +613,7 @@ def test_gradients_of_some():
 
 
 def test_gradients_are_products_of_other_layouts(monkeypatch):
-    """Without a copy of an operand, and with one of a gradient only where no kernel can read that."""
+    """No operand is copied, and a gradient only where no kernel can read it."""
     seen, original = [], dense.GEMM.define
 
     def look(given, options):
@@ -695,7 +695,7 @@ def test_ops_of_gradients():
 
 @each_dtype
 def test_maps_count_k_in_bytes(dtype):
-    """As the kernel does, which knows no format there."""
+    """The kernel counts k in bytes, since it knows no format there."""
     a, b = make_dense_operands(300, 520, 203, dtype, a_padding=8)
     out = torch.empty(300, 520, dtype=torch.float32)
     options = checks.with_defaults(dense.Options(), a.device)._replace(num_sms=132)

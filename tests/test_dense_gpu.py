@@ -1,5 +1,5 @@
-"""Products of every kind and format of the result, but FP8 with block scales to BF16, on a Hopper GPU: default kernels,
-sizes, layouts, options, graphs, chains.
+"""GEMMs of every kind and output format on a Hopper GPU, but for FP8 with block scales to BF16: default kernels, sizes,
+layouts, options, graphs, chains.
 
 Inputs are fresh on every run, surrounded by NaN, and `out` is surrounded by bits that must not change.
 """
@@ -158,7 +158,7 @@ LEGAL_CORNERS = (
 
 @pytest.fixture(scope="module")
 def every_kernel(request):
-    """The kernels of the chosen tests, compiled on all cores and loaded; of those that add, also those that do not."""
+    """Compile the chosen tests' kernels on all cores and load them; for accumulating ones also their counterparts."""
     tests = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
     known = [item.callspec.params["config"] for item in tests if "config" in item.callspec.params]
     plain = (without_adding(config) for config in known if config.accumulate)
@@ -181,8 +181,8 @@ def check_gemm(a, b, dtype, *, out_stride=None, out_offset=0, **keywords) -> tor
 
 
 def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scales: str = "row") -> None:
-    """With a k that the config takes, and aligned rows where it stores with TMA, otherwise rows that TMA could not
-    address."""
+    """Check with a k that the config takes. Rows are aligned where it stores with TMA, otherwise TMA could not address
+    them."""
     smallest, largest = config.k_range
     k = min(max(k, smallest), largest or k)
     k = k if config.takes_k(k) else k + 128
@@ -213,8 +213,8 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scale
 
 
 def check_added(product: Product, guarded: GuardedOut, config: GemmConfig | None = None, **keywords) -> None:
-    """Adds twice to random numbers. By a given config the sum is that of `out` and of what the kernel stores that does
-    not add, bit for bit, rounded once more."""
+    """Add twice to random numbers. With a given config the sum equals `out` plus the counterpart's product, bit for
+    bit, rounded once more."""
     guarded.out.copy_(10 * torch.randn(guarded.out.shape, device=DEVICE))
     for _ in range(2):
         before = guarded.out.clone()
@@ -266,7 +266,7 @@ def test_the_selectors_own_choice_of_mixed_formats(kind, m):
 
 @pytest.mark.parametrize("family", ["fp8", "fp8_1x128", "fp8_rows"])
 def test_mixed_formats_give_the_bits_of_their_values(family):
-    """Those of numbers that both formats have."""
+    """Mixed formats give the bits of numbers that both formats have."""
     a, a_scale, b, b_scale = make_product(family, 300, 520, 1024, device=DEVICE).operands
     coarse = [x.float().to(torch.float8_e5m2) for x in (a, b)]
     fine = [x.float().to(torch.float8_e4m3fn) for x in coarse]
@@ -286,7 +286,8 @@ def test_gradients_of_weights_by_the_selectors_own_choice(m):
 
 
 def test_scales_of_columns_are_as_accurate_as_scales_of_blocks():
-    """The same operands, whose scales are those of blocks for every row: bit for bit fp8_gemm's sums, rounded once."""
+    """Both get the same operands and the same scales, one per row or one per block: sums equal fp8_gemm's bit for bit,
+    rounded once."""
     m, n, k = 300, 520, 1024
     a, a_scale, b, b_scale = make_operands(m, n, k, device=DEVICE)
     of_rows = b_scale.repeat_interleave(128, 0)[:n]
@@ -339,7 +340,7 @@ def test_scaled_fp8_is_as_accurate_as_torchs(one, fast):
 
 
 def test_promoted_sums_are_those_of_blocks_with_scales_of_one():
-    """Bit for bit, before scales of rows that are powers of two."""
+    """Sums are equal bit for bit before the scales of rows, which are powers of two."""
     m, n, k = 300, 520, 1024
     a, a_scale, b, b_scale = make_product("fp8_rows", m, n, k, device=DEVICE).operands
     a_scale, b_scale = (x.log2().round().exp2() for x in (a_scale, b_scale))
@@ -363,7 +364,7 @@ def test_integers_of_all_of_k_are_exact():
 
 
 def cancelling_integers(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over the halves of k have 25 bits and more, over all of it 13 at most."""
+    """Integers whose sums over half of k need 25 bits or more, and over all of k at most 13."""
     a, b = (torch.randint(96, 128, (rows, k // 2), dtype=torch.int8, device=DEVICE) for rows in (m, n))
     a, b = a.repeat(1, 2), torch.cat((b, -b), 1)
     a[:, -1] -= torch.randint(0, 64, (m,), dtype=torch.int8, device=DEVICE)
@@ -398,7 +399,7 @@ def test_integers_that_cancel_between_parts_of_k_are_exact(sizes, kind, output, 
 
 @pytest.mark.parametrize("m", [1, 17, 64, 129, 1000])
 def test_integers_without_scales_are_exact_by_the_selectors_own_choice(m):
-    """Also where sums need more bits than FP32 has."""
+    """Some sums need more bits than FP32 has."""
     for n, k in ((1, 1), (24, 63), (136, 4096), (576, 16384), (2112, 7168)):
         a, b = (
             torch.randint(-128, 128, (rows, k + -k % 16), dtype=torch.int8, device=DEVICE)[:, :k] for rows in (m, n)
@@ -451,7 +452,8 @@ def test_layouts_make_the_same_sums(layout):
 @pytest.mark.parametrize("sizes", [(5, 24, 64), (130, 264, 200), (300, 131, 1001), (1, 1, 8), (1000, 2112, 576)])
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
 def test_gradients(dtype, sizes, out_dtype):
-    """Products of exact operands in float64; of an FP32 output the gradient is rounded to the operands' dtype."""
+    """The reference multiplies exact operands in float64. The gradient of an FP32 output is rounded to the operands'
+    dtype."""
     m, n, k = sizes
     a, b = (x.requires_grad_() for x in make_dense_operands(m, n, k, dtype, device=DEVICE))
     bias = torch.randn(n, device=DEVICE, requires_grad=True)
@@ -568,16 +570,18 @@ def test_a_capture_that_would_compile_is_refused(monkeypatch):
         gemm(a, b, out)
 
 
+@pytest.mark.parametrize("has_epilogue", [False, True])
 @pytest.mark.parametrize("m", [4, 64, 200, 700])
-def test_chains_of_programmatic_launches(m):
-    """Each product reads what the one before has written, and lets the next one start early."""
+def test_chains_of_programmatic_launches(m, has_epilogue):
+    """Each GEMM reads the result of the one before, also as its bias, and lets the next one start early."""
     weights = [make_dense_operands(1, 1024, 1024, torch.bfloat16, device=DEVICE)[1] / 32 for _ in range(6)]
     x = make_dense_operands(m, 1, 1024, torch.bfloat16, device=DEVICE)[0]
 
     def chain(**options):
         y = x
         for weight in weights:
-            y = gemm(y, weight, **options)
+            epilogue = {"bias": y[0], "activation": "gelu"} if has_epilogue else {}
+            y = gemm(y, weight, **epilogue, **options)
         return y
 
     alone = chain(pdl=False)
@@ -587,7 +591,7 @@ def test_chains_of_programmatic_launches(m):
 
 
 def test_on_another_stream_and_beside_fp8():
-    """Kernels of two kinds of the same problem do not take each other's launches."""
+    """Two kinds of the same problem do not take each other's launches."""
     from deep_tile import fp8_gemm, per_block_cast_to_fp8
 
     a, b = make_dense_operands(256, 512, 1024, torch.bfloat16, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Layers over several processes, on CPUs by gloo: ranks.py has what they check. And what one process decides alone."""
+"""Layers over several processes, on CPUs by gloo (the checks are in ranks.py), and decisions of one process."""
 
 import copy
 import secrets
@@ -32,19 +32,13 @@ from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable, 
 
 WHOLE = Replicate()
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
-@pytest.mark.about(
-    "deep_tile/op*.py",
-    "deep_tile/discovery.py",
-    "deep_tile/__init__.py",
-    "deep_tile/distributed.py",
-    "deep_tile/linear.py",
-    "deep_tile/nn.py",
-    "deep_tile/blocks.py",
-    "deep_tile/train/*",
-    "tests/ranks.py",
+OF_RANKS = pytest.mark.about(
+    *("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py", "deep_tile/distributed.py"),
+    *("deep_tile/linear.py", "deep_tile/nn.py", "deep_tile/blocks.py", "deep_tile/train/*", "tests/ranks.py"),
 )
+
+
+@OF_RANKS
 def test_ranks_agree_with_one_process(tmp_path):
     seed = secrets.randbits(31)
     print(f"seed={seed}")
@@ -52,19 +46,9 @@ def test_ranks_agree_with_one_process(tmp_path):
     assert not failures, failures
 
 
-@pytest.mark.about(
-    "deep_tile/op*.py",
-    "deep_tile/discovery.py",
-    "deep_tile/__init__.py",
-    "deep_tile/distributed.py",
-    "deep_tile/linear.py",
-    "deep_tile/nn.py",
-    "deep_tile/blocks.py",
-    "deep_tile/train/*",
-    "tests/ranks.py",
-)
+@OF_RANKS
 def test_a_rank_that_fails_is_reported(tmp_path):
-    """And the other does not wait for it."""
+    """The other rank does not wait for it."""
     failures = ranks.run("gloo", tmp_path, 0, "rank1_fails")
     assert "rank0, exit code 1" in failures and "rank1, exit code 1" in failures and "on purpose" in failures
 
@@ -100,7 +84,7 @@ dist.destroy_process_group()
 
 
 def test_nothing_imports_it_unasked(tmp_path):
-    """Until it is imported, DTensors are refused, with what to import."""
+    """Until the module is imported, DTensors are refused, with its name."""
     environment = {"GLOO_SOCKET_IFNAME": "lo", **ranks.os.environ}
     command = [sys.executable, "-c", UNASKED, str(tmp_path / "store")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -149,7 +133,8 @@ SPLIT_SIZES = [(192, 8), (64, 8), (576, 8), (2112, 3), (100, 3), (13, 5), (128, 
 @pytest.mark.parametrize("rounding", ["none", "pow2"])
 @pytest.mark.parametrize(("each", "ranks"), SPLIT_SIZES, ids=str)
 def test_columns_of_a_rank(device, rounding, each, ranks):
-    """Are those of the whole product, bit for bit, wherever they begin; of powers of two nearly so without zeros."""
+    """A rank's columns equal the whole product's bit for bit, wherever they begin. Cut into blocks anew (`max_error`),
+    without padding, they are near."""
     n = each * ranks - (each == 100)
     b, b_scale = quantize_weight(torch.randn(n, 272, device=device), round_scale=rounding)
     x = torch.randn(5, 272, device=device).bfloat16()
@@ -191,7 +176,7 @@ def test_rows_of_a_rank(device, rounding, each, ranks):
 @DEVICES
 @pytest.mark.parametrize(("n", "ranks"), [(9, 8), (130, 8), (1, 3), (128, 3), (200, 7)])
 def test_ranks_that_have_less(device, n, ranks):
-    """As torch.chunk leaves them, down to none."""
+    """Ranks get shares as by torch.chunk, down to none."""
     b, b_scale = quantize_weight(torch.randn(n, n, device=device))
     x = torch.randn(5, n, device=device).bfloat16()
     columns, rows = [], []
@@ -209,7 +194,7 @@ def test_ranks_that_have_less(device, n, ranks):
 
 @DEVICES
 def test_experts_of_a_rank(device):
-    """Gate and up of 192 rows each, in halves of whole blocks, and down of 192 columns: no call copies anything."""
+    """Gate and up have 192 rows each, halves of whole blocks, and down 192 columns: no call copies anything."""
     experts, width, ranks, k = 3, 1536, 8, 256
     parts = {name: torch.randn(experts, width, k, device=device) for name in ("gate", "up")}
     (gate, gate_scale), (up, up_scale) = (
@@ -272,7 +257,7 @@ def test_shards_that_do_not_fit(change, kind, message):
 
 
 class Mesh(tuple):
-    """Of these sizes, as rules see it."""
+    """A mesh of these sizes, as sharding rules see it."""
 
     ndim = property(len)
     size = tuple.__getitem__
@@ -299,14 +284,14 @@ ROW = ([Partial()], [Shard(1), Shard(1), Shard(1)])
     ids=str,
 )
 def test_splits_are_offered_where_they_are_asked_for(of_x, of_b, offered):
-    """Along any dimension of a mesh of 2 x 4 ranks."""
+    """Each dimension of a mesh of 2 x 4 ranks may be split."""
     x, b, b_scale = spec((6, 512), *of_x), spec((512, 512), *of_b), spec((4, 4), *of_b)
     always = [([WHOLE], [WHOLE] * 3), ([Shard(0)], [Shard(0), WHOLE, WHOLE])]
     assert distributed._linear_rule(x, b, b_scale) == always + offered
 
 
 def test_one_rank_has_any_split():
-    """As every layer has on a dimension of one rank; nothing moves then."""
+    """On a mesh dimension of one rank every layer is split, and nothing moves."""
     x = spec((6, 9), WHOLE, mesh=(1,))
     b, b_scale = (spec(shape, Shard(0), mesh=(1,)) for shape in ((7, 9), (1, 1)))
     assert distributed._linear_rule(x, b, b_scale)[-1] == COLUMN
@@ -331,7 +316,7 @@ def test_weights_are_not_split_within_blocks(of_x, of_b, wanted):
     "wanted", [{"x"}, {"bias"}, {"x", "w"}, {"w", "bias"}, set()], ids=lambda wanted: " ".join(sorted(wanted)) or "none"
 )
 def test_gradients_as_an_op(wanted):
-    """Those that nobody wants are empty; tracers expect what comes."""
+    """Gradients that nobody wants are empty; tracers expect as many."""
     x, w, bias = (torch.randn(shape).bfloat16() for shape in ((2, 5, 200), (130, 200), (130,)))
     for name, tensor in (("x", x), ("w", w), ("bias", bias)):
         tensor.requires_grad_(name in wanted)
@@ -376,7 +361,7 @@ def under_fsdp(mesh, model: Mlp) -> Mlp:
 
 
 def experts(mesh, dim: int) -> torch.nn.Module:
-    """Eight experts [512, 256], of which dimension `dim` is split."""
+    """Eight experts [512, 256], split along `dim`."""
     model = torch.nn.Module()
     for name, shape, dtype in (("w", [8, 512, 256], torch.float8_e4m3fn), ("w_scale_inv", [8, 4, 2], torch.float32)):
         shape[dim] //= mesh.size()
@@ -407,7 +392,7 @@ def test_kernels_are_made_for_what_a_rank_multiplies(mesh, monkeypatch, make, wa
 
 @torch.no_grad()  # what autograd keeps, torch cannot swap
 def test_split_layers_take_dense_shards(mesh):
-    """As copies, and loading with assign, leave them; what they save is dense."""
+    """Shards come by a copy or by loading with assign; saved state is dense."""
     model = torch.nn.Sequential(nn.Linear(100, 512, dtype=torch.bfloat16))
     model = parallelize_module(model, mesh["tensor"], {"0": ColumnParallel()}, src_data_rank=None)
     x = torch.randn(3, 100).bfloat16()

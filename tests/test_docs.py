@@ -1,4 +1,4 @@
-"""The documents: what they link to and name exists, their code runs, and tables are those of the stored results."""
+"""The documents: links and named files exist, code runs, and tables match the stored results."""
 
 import re
 import sys
@@ -28,7 +28,7 @@ SOURCES = sorted(
 )
 
 NAMED = re.compile(r"[\w./-]+(?:\.(?:c|cuh|h|json|md|png|py|svg|toml|txt)|/)")
-"""What a document sets as code is a file or folder of the repository if it looks like this."""
+"""Code in a document that looks like this names a file or folder of the repository."""
 
 
 def prose(path: Path) -> str:
@@ -37,7 +37,7 @@ def prose(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """What headings can be linked by, as GitHub makes it."""
+    """The anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.*)", prose(path), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -136,7 +136,7 @@ def no_compiler(monkeypatch):
 
 
 def run_blocks(path: Path) -> None:
-    """Those marked `python`, on the CPU: README's each by itself, a page's one after the other."""
+    """Run blocks marked `python` on the CPU: README's each by itself, a page's one after the other."""
     names = {}
     for block in blocks(path, "python"):
         names = {} if path.name == "README.md" else names
@@ -162,7 +162,8 @@ def check_layer_of_experts(tokens, chosen, shares, w_gate_up, w_down, y, **other
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_code_for_other_machines_compiles(path):
-    """What is marked `py` needs a GPU, other packages or other processes; of deep_tile it imports what there is."""
+    """Blocks marked `py` need a GPU, other packages or processes: they compile, and import existing names of
+    deep_tile."""
     for block in blocks(path, "py"):
         compile(block, path.name, "exec", dont_inherit=True)
         exec("\n".join(re.findall(r"^(?:from deep_tile|import deep_tile).*", block, re.MULTILINE)), {})

@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
+from formats import draw
 from helpers import same_bits
 from stand_ins import add_modules, assert_accepts, forget_modules, layer_of, product, relative_error, stacked
 from torch._inductor.pattern_matcher import fwd_only
@@ -26,7 +27,9 @@ from deep_tile.integrations import vllm as plugin
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 FLOOR = {"amax_floor": 1e-10}
-LINEAR, EXPERTS, PASSES = (f"deep_tile.integrations.vllm_{name}" for name in ("linear", "experts", "passes"))
+OURS = [f"deep_tile.integrations.vllm_{name}" for name in ("linear", "experts", "passes", "mxfp4")]
+LINEAR, EXPERTS, PASSES, MXFP4 = OURS
+METHODS = "vllm.model_executor.layers.quantization.mxfp4"
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle.fp8"
 BLOCK_KEYS = ("128x128", "1x128")
 
@@ -87,7 +90,7 @@ class Fp8BlockScaledMMLinearKernel:
         layer.processed = True
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs):
-        """A stand-in's: what is cast already comes as a pair, and a class that casts by itself gets a scale of ones."""
+        """A stand-in's call: an input cast before comes as a pair; a class that casts gets a scale of ones."""
         params = self._get_layer_params(layer)
         a, scale = x if isinstance(x, tuple) else (x.view(-1, x.shape[-1]), None)
         assert isinstance(x, tuple) or not self.apply_input_quant
@@ -120,6 +123,8 @@ class FusedMoEExpertsModular:
 
     w1_scale = property(lambda self: self.quant_config.w1_scale)
     w2_scale = property(lambda self: self.quant_config.w2_scale)
+    w1_bias = property(lambda self: self.quant_config.w1_bias)
+    w2_bias = property(lambda self: self.quant_config.w2_bias)
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -209,7 +214,7 @@ class Fp8MoeBackend(Enum):
 
 
 class Platform:
-    """Of one GPU with a compute capability, or of none."""
+    """A platform with one GPU of a compute capability, or with none."""
 
     device_type, pass_key = "cpu", "post_grad_custom_post_pass"
 
@@ -230,6 +235,15 @@ def vllm(monkeypatch):
     def select_fp8_moe_backend(config, weight_key, activation_key, allow_vllm_cutlass=False):
         return Fp8MoeBackend.DEEPGEMM, "its own"
 
+    def select_mxfp4(config, activation_key=None):
+        return "MARLIN", "its own"
+
+    def convert_mxfp4(mxfp4_backend, layer, w13_weight, **others):
+        return mxfp4_backend, w13_weight
+
+    mxfp4 = dict.fromkeys(("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"), select_mxfp4)
+    converts = ("convert_gpt_oss_weight_to", "convert_weight_to")
+    mxfp4 |= dict.fromkeys((f"{name}_mxfp4_moe_kernel_format" for name in converts), convert_mxfp4)
     fused_moe, layers = "vllm.model_executor.layers.fused_moe", "vllm.model_executor.layers"
     forms = SimpleNamespace(BatchedExperts="batched", Standard="standard")
     modular = {"FusedMoEExpertsModular": FusedMoEExpertsModular, "FusedMoEActivationFormat": forms}
@@ -249,7 +263,10 @@ def vllm(monkeypatch):
             "GroupShape": GroupShape,
             "kFp8Static128BlockSym": BLOCK_KEYS[0],
             "kFp8Dynamic128Sym": BLOCK_KEYS[1],
+            "kMxfp4Static": "mxfp4",
         },
+        f"{fused_moe}.oracle.mxfp4": {"_resolve_activation_key": lambda key: key},
+        METHODS: dict(mxfp4),
         f"{layers}.quantization.fp8": {"select_fp8_moe_backend": select_fp8_moe_backend},
         f"{layers}.activation": {"SiluAndMul": SiluAndMul},
         "vllm.compilation.passes.inductor_pass": {"InductorPass": InductorPass},
@@ -263,18 +280,19 @@ def vllm(monkeypatch):
         ORACLE: {"select_fp8_moe_backend": select_fp8_moe_backend, "Fp8MoeBackend": Fp8MoeBackend},
     }
     monkeypatch.setenv("VLLM_USE_DEEP_TILE", "1")
-    forget_modules(monkeypatch, LINEAR, EXPERTS, PASSES)
+    forget_modules(monkeypatch, *OURS)
     add_modules(monkeypatch, modules)
     engine = SimpleNamespace(
         variables=sys.modules["vllm.envs"].environment_variables,
         kernels=sys.modules["vllm.model_executor.kernels.linear"]._POSSIBLE_FP8_BLOCK_KERNELS,
         own_select=select_fp8_moe_backend,
+        own_mxfp4=mxfp4,
         inductor=compilation.inductor_compile_config,
         selects=lambda: [sys.modules[name].select_fp8_moe_backend for name in (ORACLE, f"{layers}.quantization.fp8")],
     )
     yield engine
     plugin.unregister()
-    forget_modules(monkeypatch, LINEAR, EXPERTS, PASSES)
+    forget_modules(monkeypatch, *OURS)
 
 
 @pytest.fixture
@@ -288,7 +306,9 @@ def experts(vllm):
 
 
 def is_untouched(vllm) -> bool:
-    return vllm.kernels == {"cuda": ["DeepGEMM", "Triton"]} and vllm.selects() == [vllm.own_select] * 2
+    methods = vars(sys.modules[METHODS])
+    is_theirs = vllm.own_mxfp4.items() <= methods.items() and vllm.selects() == [vllm.own_select] * 2
+    return vllm.kernels == {"cuda": ["DeepGEMM", "Triton"]} and is_theirs
 
 
 # ---- registering
@@ -307,7 +327,7 @@ def test_registers_once_and_in_front(vllm):
 
 
 def test_the_variable_is_part_of_the_key_of_compiled_graphs(vllm, monkeypatch):
-    """vLLM's key is of all that the table of variables answers."""
+    """vLLM's key covers every value in its table of variables."""
     monkeypatch.delenv("VLLM_USE_DEEP_TILE")
     plugin.register()
     assert not vllm.variables["VLLM_USE_DEEP_TILE"]() and is_untouched(vllm)
@@ -323,7 +343,7 @@ def test_without_the_variable_nothing_is_touched_nor_said(vllm, monkeypatch, cap
     else:
         monkeypatch.setenv("VLLM_USE_DEEP_TILE", value)
     plugin.register()
-    assert is_untouched(vllm) and not caplog.records and not {LINEAR, EXPERTS, PASSES} & {*sys.modules}
+    assert is_untouched(vllm) and not caplog.records and not {*OURS} & {*sys.modules}
 
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "0.34.0rc1", "1.0", "dev", "0.1.dev7+gabc"])
@@ -656,7 +676,7 @@ def dequantized(weights, scales):
 
 
 def wanted_of_tokens(x, ids, shares, up, down, gating=torch.nn.functional.silu):
-    """Of each token the weighted sum of what its experts make of it, in FP32."""
+    """Each token's weighted sum of its experts' results, in FP32."""
     wanted = torch.zeros(x.shape, device=x.device)
     for token, chosen in enumerate(ids.tolist()):
         for j, expert in enumerate(chosen):
@@ -667,7 +687,7 @@ def wanted_of_tokens(x, ids, shares, up, down, gating=torch.nn.functional.silu):
 
 
 def run_experts(ours, x, w1, w2, shares, ids, *, scale=None, expert_map=None, on_input=False, everyone=None, **given):
-    """As vLLM calls it, with the output where gate and up lie."""
+    """Call as vLLM does, with the output in the memory of gate and up."""
     tokens, hidden = x.shape
     activation = given.get("activation", MoEActivation.SILU)
     shapes = ours.workspace_shapes(tokens, w1.shape[1], hidden, ids.shape[1], 8, len(w1), None, activation)
@@ -727,7 +747,7 @@ def test_experts_multiply(experts, device, width, given):
 
 @DEVICES
 def test_gating_of_experts(experts, device):
-    """SILU has a limit alone; the packed variant alpha and beta, too, of which the model's count where no other is."""
+    """SILU takes a limit alone. The packed variant also takes alpha and beta; the model's values are the default."""
     (w1, w1_scale), (w2, w2_scale) = stacked(2, 256, 256, device), stacked(2, 256, 128, device)
     x = torch.randn(5, 256, device=device, dtype=torch.bfloat16) / 10
     ids, shares = torch.zeros(5, 1, device=device).int(), torch.ones(5, 1, device=device)
@@ -796,3 +816,116 @@ def test_experts_compile_nothing_once_they_are_made(experts):
         ids = torch.randint(0, 4, (tokens, 2), device="cuda").int()
         run_experts(ours, x, w1, w2, torch.rand(tokens, 2, device="cuda"), ids)
     assert deep_tile.compilations() == before
+
+
+# ---- experts of MXFP4
+
+
+def mxfp4_layer(activation, biased, device, count=4, hidden=128, width=96):
+    """As a checkpoint fills it, by the names of vLLM's parameters; and matrices, gates before up, with biases."""
+    codes, scales, wide = zip(
+        *(
+            (given[0], given[1], given[3])
+            for given in (draw("mxfp4", shape) for shape in shapes_of(count, hidden, width))
+        ),
+        strict=True,
+    )
+    biases = [torch.randn(x.shape[:2]).bfloat16() if biased else None for x in codes]
+    names = "w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias"
+    scales = [scale.view(torch.uint8) for scale in scales]
+    given = dict(zip(names, (*codes, *scales, *biases), strict=True))
+    up, up_bias = wide[0].float(), biases[0] if biased else torch.zeros(count, 2 * width)
+    if activation == MoEActivation.SWIGLUOAI:
+        up, up_bias = (torch.cat([x[:, ::2], x[:, 1::2]], 1) for x in (up, up_bias))
+    wanted = up, wide[1].float(), up_bias.float(), biases[1].float() if biased else torch.zeros(count, hidden)
+    moved = {name: x if x is None else x.to(device) for name, x in given.items()}
+    return SimpleNamespace(activation=activation), moved, [x.to(device) for x in wanted]
+
+
+def shapes_of(count, hidden, width):
+    return (count, 2 * width, hidden), (count, hidden, width)
+
+
+def methods(vllm):
+    plugin.register()
+    return sys.modules[METHODS]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_ours"),
+    [
+        ({}, True),
+        ({"has_bias": True, "activation": MoEActivation.SWIGLUOAI}, True),
+        ({"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE}, True),
+        ({"intermediate_size_per_partition": 360}, True),
+        ({"activation": MoEActivation.GELU}, False),
+        ({"hidden_dim": 200}, False),
+        ({"in_dtype": torch.float16}, False),
+        ({"moe_backend": "marlin"}, False),
+        ({"moe_parallel_config": parallel(use_all2all_kernels=True, use_ag_rs_all2all_kernels=True)}, False),
+        ({"moe_parallel_config": parallel(use_batched_activation_format=True)}, False),
+    ],
+    ids=str,
+)
+def test_experts_of_mxfp4_are_chosen_where_they_fit(vllm, changed, is_ours):
+    for name in ("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"):
+        backend, found = getattr(methods(vllm), name)(moe_config(**changed))
+        assert (found == "its own") is not is_ours
+        assert backend == "MARLIN" or (backend.value, found.__name__) == ("DEEP_TILE", "DeepTileMxfp4Experts")
+
+
+def test_activations_that_are_asked_for_are_vllms(vllm, monkeypatch):
+    select = methods(vllm).select_mxfp4_moe_backend
+    assert select(moe_config(), activation_key="mxfp8")[1] == "its own"
+    monkeypatch.setattr(sys.modules[MXFP4], "_resolve_activation_key", lambda _: "mxfp8")
+    assert select(moe_config())[1] == "its own"
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("activation", "biased"),
+    [(MoEActivation.SILU, False), (MoEActivation.SWIGLUOAI, True), (MoEActivation.SWIGLUOAI_UNINTERLEAVE, True)],
+)
+def test_experts_of_mxfp4_multiply(vllm, device, activation, biased):
+    """As gpt-oss has them, and DeepSeek-V4, whose gates have no shift."""
+    of_vllm, hidden = methods(vllm), 128
+    layer, given, (up, down, up_bias, down_bias) = mxfp4_layer(activation, biased, device)
+    backend, ours = of_vllm.select_mxfp4_moe_backend(moe_config(has_bias=biased, activation=activation))
+    convert = of_vllm.convert_weight_to_mxfp4_moe_kernel_format
+    assert convert(mxfp4_backend="MARLIN", layer=layer, **given) == ("MARLIN", given["w13_weight"])
+    w1, w2, *scales, w1_bias, w2_bias = convert(mxfp4_backend=backend, layer=layer, **given, activation="any")
+    size = up.std() * hidden**0.5
+    gating = {"gemm1_clamp_limit": 7.0, "gemm1_alpha": 1.702, "gemm1_beta": 1.0}
+    experts = ours(moe_config(), quant_config(*scales, w1_bias=w1_bias, w2_bias=w2_bias, **gating))
+    assert experts.expects_unquantized_inputs and (w1_bias is None) is not biased
+    x = (torch.randn(5, hidden, device=device) / size).bfloat16()
+    ids = torch.stack([torch.randperm(4, device=device)[:2] for _ in x]).int()
+    ids[0, 1] = -1
+    shares, wanted = torch.rand(5, 2, device=device), torch.zeros(5, hidden, device=device)
+    for token, chosen in enumerate(ids.tolist()):
+        for j, expert in enumerate(chosen):
+            gate, other = (x[token].float() @ up[expert].t() + up_bias[expert]).chunk(2)
+            gate, other = gate.clamp(max=7), other.clamp(-7, 7)
+            if activation == MoEActivation.SILU:
+                h = torch.nn.functional.silu(gate) * other
+            else:
+                h = gate * torch.sigmoid(1.702 * gate) * (other + 1)
+            if expert >= 0:
+                wanted[token] += shares[token, j] * (h @ down[expert].t() + down_bias[expert])
+    assert relative_error(run_experts(experts, x, w1, w2, shares, ids, activation=activation), wanted) < 0.08
+
+
+def test_weights_that_cannot_be_packed_are_refused_with_the_remedy(vllm):
+    layer, given, _ = mxfp4_layer(MoEActivation.SILU, False, "cpu")
+    given["w13_weight_scale"][0, 0] = 200
+    with pytest.raises(ValueError, match=r"max_error.*--moe-backend marlin"):
+        backend, _ = methods(vllm).select_mxfp4_moe_backend(moe_config())
+        methods(vllm).convert_weight_to_mxfp4_moe_kernel_format(mxfp4_backend=backend, layer=layer, **given)
+
+
+def test_a_release_with_other_functions_has_block_fp8_served(vllm, monkeypatch, caplog):
+    monkeypatch.delattr(sys.modules[METHODS], "select_deepseek_v4_mxfp4_moe_backend")
+    plugin.register()
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "MXFP4" in record.getMessage() and vllm.kernels["cuda"][0].__name__.startswith("DeepTile")
+    assert sys.modules[METHODS].select_mxfp4_moe_backend is vllm.own_mxfp4["select_mxfp4_moe_backend"]

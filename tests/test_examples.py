@@ -49,7 +49,7 @@ def test_training(device, run_example):
 
 @pytest.fixture
 def run_qwen3(monkeypatch, capfd):
-    """Runs the example with these arguments in this process; returns what it prints."""
+    """Run the example with these arguments in this process. Returns its output."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["qwen3_fp8.py", *arguments])
@@ -61,7 +61,7 @@ def run_qwen3(monkeypatch, capfd):
 
 
 def run_program(*arguments):
-    """The same as a program."""
+    """Run the example as a program."""
     run = subprocess.run([sys.executable, EXAMPLES / "qwen3_fp8.py", *arguments], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import deep_tile
-from deep_tile.kinds import EVERY_KIND
+from deep_tile.kinds import EVERY_KIND, name_of
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.choose import choose, suits
@@ -166,6 +166,21 @@ def test_bad_arguments(call, arguments, said, code):
     seen, out, err = call("explain", "1x2x3", *arguments)
     assert (seen, out) == (code, "")
     assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"])
+def test_dtypes_are_names_or_torchs(name):
+    """As for `precompile`, which has the same names."""
+    import torch
+
+    from deep_tile import api
+
+    kind, dtype = name_of(name), getattr(torch, name)
+    asked = {"output": torch.float32, "bias": torch.bfloat16}
+    explained = deep_tile.explain(64, 128, 256, dtype=dtype, **asked)
+    assert explained == deep_tile.explain(64, 128, 256, dtype=kind, output="fp32", bias="bf16")
+    assert explained["dtype"] == kind == api._kind_of(dtype, None).name
+    assert deep_tile.explain_groups(4, 64, 128, 256, kind=dtype) == deep_tile.explain_groups(4, 64, 128, 256, kind=kind)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from helpers import GuardedOut, make_dense_operands, make_operands, make_product, same_bits, with_finish
-from test_host_path import run_pretending  # noqa: F401
-from test_launcher import fake_driver  # noqa: F401
 
 import deep_tile
 from deep_tile import GemmConfig, checks, finishes, fp8_gemm, gemm, interleave_gate_up, scaled_gemm
@@ -233,8 +231,8 @@ def test_ops_refuse_what_calls_refuse():
             traced(**options)
 
 
-def test_a_bias_has_a_stride_and_a_place(run_pretending):  # noqa: F811
-    """What the kernel is told; a call with a bias takes no launch of one without."""
+def test_a_bias_has_a_stride_and_a_place(run_pretending):
+    """The kernel gets the bias's address and stride; a call with a bias does not take a launch without one."""
     shown, launched = run_pretending("""
 bias = torch.randn(128, 3)[:, 1]
 for options in ({}, {"bias": bias}, {"bias": bias}, {"bias": bias, "activation": "gelu"}, {}):

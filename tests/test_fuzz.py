@@ -1,4 +1,5 @@
-"""The fuzzers without a GPU: what they draw and expect, that each notices what is wrong, and how their runs end."""
+"""The fuzzers without a GPU: each one notices faults, and its runs end as documented. test_fuzz_draws.py has their
+draws."""
 
 import itertools
 import json
@@ -18,7 +19,9 @@ import fuzz_formats
 import fuzz_gpu
 import fuzz_groups
 import fuzz_kinds
+import fuzz_logits
 import fuzz_thin
+import fuzz_train
 import pytest
 import torch
 from campaign import CLEAN, FAILED, HANG, UNUSABLE, WRONG, OperandPool
@@ -38,8 +41,6 @@ from strategies import (
     Use,
     draw_configs,
 )
-from test_host_path import run_pretending  # noqa: F401
-from test_launcher import fake_driver  # noqa: F401
 
 import deep_tile
 from deep_tile import (
@@ -64,14 +65,22 @@ FUZZERS = {
     "kinds": (fuzz_kinds, "11", 12, ("--configs", "4"), {"USUAL": SMALL_KINDS}),
     "casts": (fuzz_casts, "5", 12, (), {"USUAL": fuzz_casts.Sizes(40, 300, 1 << 13), "_POOL": 1 << 18}),
     "groups": (fuzz_groups, "11", 2, (), {}),
-    "formats": (fuzz_formats, "3", 12, (), {"SIZES": (1, 32, 129, 200)}),
+    "formats": (
+        fuzz_formats,
+        "3",
+        12,
+        ("--configs", "6"),
+        {"SIZES": (1, 32, 129, 200), "PRODUCTS": 3, "GROUPS": (0, 3), "ROWS": 40, "UNITS": (1, 9)},
+    ),
     "thin": (fuzz_thin, "3", 8, (), {"SIZES": (1, 24, 33), "LENGTHS": (8, 65, 520)}),
+    "logits": (fuzz_logits, "3", 10, (), {}),
+    "train": (fuzz_train, "5", 6, (), {}),
 }
-"""Of each: the module, a seed, rounds, options, and what makes its products small."""
+"""Each fuzzer's module, a seed, rounds, options, and settings that make its products small."""
 
 
 class Left(Exception):
-    """Instead of the end of the process."""
+    """Raised instead of ending the process."""
 
 
 @pytest.fixture
@@ -141,7 +150,8 @@ def test_a_clean_run_counts_what_it_did(run, name):
         assert (report["seed"], report["wrong"], report["hangs"]) == (9, 0, 0)
         assert report["calls"] == 3 * fuzz_gpu.USES and report["products"] >= 2 * report["calls"]
         assert 3 <= report["configs"] <= report["configs_loaded"]
-        assert sum(report["families"].values()) == report["calls"] - 3  # one of each round is the selector's choice
+        assert sum(report["families"].values()) == report["calls"]
+        assert report["families"]["the selector's choice"] == 3  # one of each round
     if name == "kinds":
         assert (report["products"], sum(report["calls"].values())) == (2 * rounds, rounds)
         assert report["configs_loaded"] == 4 * (len(FAMILIES) + 1) and 6 < report["configs"] <= rounds
@@ -185,7 +195,7 @@ def last(out):
 
 
 TURNS = itertools.cycle((1, 2))
-"""One for a call and one for its repetition."""
+"""Two values, one for a call and one for its repetition."""
 
 FOUND = {
     "gpu: an element off": (fuzz_gpu, "fp8_gemm", "values", lambda out, _: out[-1, -1].add_(1).mul_(1e4)),
@@ -226,7 +236,13 @@ FOUND = {
         lambda made, _: first(bits(made.weight)).bitwise_xor_(1),
     ),
     "formats: a scale": (deep_tile, "to_blocks", "element", lambda made, _: made.scale.mul_(2)),
+    "formats: a product": (deep_tile, "packed_gemm", "values", lambda made, _: made[..., -1:].add_(1000)),
+    "formats: before a product": (deep_tile, "packed_gemm", "guards", lambda made, _: beside(made, -1)),
+    "formats: groups": (deep_tile, "packed_grouped_gemm", "values", lambda made, _: made.add_(1000)),
+    "formats: dead rows": (deep_tile, "packed_grouped_gemm", "dead", lambda made, _: made.fill_(0)),
+    "formats: packed": (deep_tile, "unpack_weight", "codes", lambda made, _: first(made.weight).bitwise_xor_(1)),
     "formats: other rows": (fuzz_formats, "shard_weight", "columns", lambda made, _: roll(made.weight)),
+    "logits: all of them": (fuzz_logits, "mqa_logits", "values", lambda out, _: out.mul_(1.5)),
     **{
         f"thin: {what} of {name}": (deep_tile, name, kind, fault)
         for name in ("thin_gemm", "prenorm_gemm")
@@ -236,12 +252,12 @@ FOUND = {
         )
     },
 }
-"""Where a fault follows, what it is found as, and the fault."""
+"""The function after which a fault occurs, the kind of finding, and the fault."""
 
 
 @pytest.mark.parametrize("fault", FOUND)
 def test_faults_are_found(run, follow, only, monkeypatch, fault):
-    """In every round of casts and kinds."""
+    """Fuzzers of casts and kinds find them in every round."""
     module, function, kind, cause = FOUND[fault]
     name = fault.partition(":")[0]
     only("per token")
@@ -280,6 +296,9 @@ REFUSED = {
     "casts": (fuzz_casts, "call"),
     "formats": (fuzz_formats, "check_format"),
     "thin": (fuzz_thin, "check_thin"),
+    "groups": (fuzz_groups, "multiply"),
+    "logits": (fuzz_logits, "check"),
+    "train": (fuzz_train, "check"),
 }
 
 
@@ -292,12 +311,12 @@ def test_calls_that_are_refused_are_found(run, monkeypatch, name):
     monkeypatch.setattr(fuzz_formats, "PACKED_SHARE", 0)
     status, report = run(name, "--rounds", "3")
     assert (status, set(report["found"]), report["findings"][0]["error"]) == (WRONG, {"refused"}, "not today")
-    if name in ("gpu", "kinds", "casts"):
+    if name not in ("formats", "thin"):
         assert report["found"] == {"refused": 3 * (fuzz_gpu.USES if name == "gpu" else 1)}
         assert not report.get("products") and not report.get("calls_that_copy")
 
 
-# Of `fp8_gemm`.
+# fuzz_gpu.py.
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +353,7 @@ def test_a_systematic_error_is_noticed(pool, follow):
         fuzz_gpu.assert_right(call, pool, 1)
 
 
-# Of casts.
+# fuzz_casts.py.
 
 
 def kinds(report) -> set[str]:
@@ -361,7 +380,7 @@ def one_more_lives(rows, lists):
 
 
 def misread(x):
-    """As a matrix that lies where the tensor does, if that has room for it."""
+    """A matrix at the tensor's address, if its storage has room for one."""
     columns = x.shape[-1]
     room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     return x.as_strided((x.numel() // columns, columns), (columns, 1)) if x.numel() <= room else right_matrix(x)
@@ -391,7 +410,7 @@ BROKEN = {
     "elements move": ("dequantize", quantize, "_from_blocks", lambda x, s: right_elements(x, s).roll(1), "values"),
     "weights are others": ("linear", linear, "quantize_weight", weight_of_another_size, "values"),
 }
-"""What is broken, in calls of which case, where, by what, and what that is found as."""
+"""The case, what is broken and how, and the kind of finding."""
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -416,7 +435,7 @@ def test_results_that_are_not_as_documented_are_found(run, only, monkeypatch):
     assert status == WRONG and all(kind.startswith("out: strides") for kind in kinds(report))
 
 
-# Of kinds.
+# fuzz_kinds.py.
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +444,7 @@ def kernels():
 
 
 def test_a_wrong_whole_is_found(kernels):
-    """Of elements that are each near enough: all by 0.3 % too small, where BF16 may be off by 0.4 %."""
+    """All elements are 0.3 % too small, where BF16 permits 0.4 % for each."""
     plain = [config for config in kernels if config.kind in ("bf16", "fp16") and config.output == "bf16"]
     values, found = Values("cpu", 3), 0
     for number in range(200):
@@ -460,7 +479,7 @@ def test_rows_between_groups_are_guarded(kernels):
     [(False, True, {}), (True, True, {"not compiled": 1}), (False, False, {"not compiled": 1})],
 )
 def test_kernels_that_do_not_compile_are_found(run, monkeypatch, chosen, divergent, found):
-    """But for random ones whose warps would fall apart: such are refused for good."""
+    """Random kernels with divergent warps are refused, and are no finding."""
     without = []
 
     def load(configs, device, workers):
@@ -468,7 +487,7 @@ def test_kernels_that_do_not_compile_are_found(run, monkeypatch, chosen, diverge
         without.append(config.name)
         return {config.name: jit.divergence_text(config.name, ("a wait",)) if divergent else "no room"}
 
-    monkeypatch.setattr(fuzz_kinds, "load_kernels", load)
+    monkeypatch.setattr(campaign, "load_kernels", load)
     status, report = run("kinds", "--rounds", "2")
     assert (status, report["found"]) == (WRONG if found else CLEAN, found)
     assert report["configs_loaded"] == 4 * (len(FAMILIES) + 1) - 1
@@ -479,7 +498,7 @@ def test_kernels_that_do_not_compile_are_found(run, monkeypatch, chosen, diverge
 
 
 class StuckWatch(campaign.Watch):
-    """Of a GPU on which nothing ends."""
+    """The watch of a GPU on which nothing ends."""
 
     def __init__(self, device: str):
         super().__init__("cuda", limit_s=0.01)
@@ -487,7 +506,7 @@ class StuckWatch(campaign.Watch):
 
 def test_a_hang_ends_the_run_and_says_which_call(monkeypatch, tmp_path, exits):
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
-    monkeypatch.setattr(fuzz_gpu, "Watch", StuckWatch)
+    monkeypatch.setattr(campaign, "Watch", StuckWatch)
     monkeypatch.setattr(fuzz_gpu, "USUAL", SMALL)
     path = tmp_path / "report.json"
     with pytest.raises(Left, match=f"^{HANG}$"):

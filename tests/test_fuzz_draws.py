@@ -1,4 +1,4 @@
-"""What the fuzzers draw and expect, without a GPU."""
+"""The draws and the expected results of the fuzzers, without a GPU."""
 
 import math
 import re
@@ -22,6 +22,7 @@ from fuzz_kinds import CALLS, FINISHES, GRADIENTS, SCALE_FORMS, Values, selectab
 from helpers import GuardedOut, Operands
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretending import unpack
 from strategies import (
     NUM_SMS,
     SMALL,
@@ -34,9 +35,6 @@ from strategies import (
     family,
     legal_configs,
 )
-from test_host_path import run_pretending  # noqa: F401
-from test_launcher import fake_driver  # noqa: F401
-from test_params import unpack
 
 from deep_tile import (
     GemmConfig,
@@ -135,7 +133,7 @@ NUMBERS = {
 
 @st.composite
 def numbers(draw):
-    """Those of a legal config, one or two of them changed."""
+    """The fields of a legal config, one or two of them changed."""
     changed = draw(st.lists(st.sampled_from(sorted(NUMBERS)), min_size=1, max_size=2))
     config = draw_config(draw(st.randoms(use_true_random=False)))
     return asdict(config) | {name: draw(st.sampled_from(NUMBERS[name])) for name in changed}
@@ -165,7 +163,8 @@ def test_names_come_back():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What would be launched: the numbers of the launch and of the kernel's argument, and its maps by offset."""
+    """Launches that would be made: their numbers, the fields of the kernel's argument, and its tensor maps by
+    offset."""
     made = []
 
     def prepare(kernel, **asked):
@@ -208,7 +207,7 @@ def assert_covers(launch: dict, config: GemmConfig, problem: GemmProblem) -> Non
 
 
 def assert_tiles_are_taken_once(launch: dict, config: GemmConfig, problem: GemmProblem) -> None:
-    """As RasterScheduler of raster.cuh walks, dividing by multiplication."""
+    """RasterScheduler (raster.cuh) walks the tiles so, with division by multiplication."""
     rows = ceil_div(problem.m, config.block_m * config.cluster_m)
     columns = ceil_div(problem.n, config.block_n * config.cluster_n)
     assert launch["grid"] // config.cluster <= rows * columns
@@ -225,7 +224,7 @@ def tile_at(position: int, rows: int, columns: int, group_rows: int, launch: dic
     return group * group_rows + within - column * height, column
 
 
-# What is expected: by hand, of the reference, of the kernels' arithmetic.
+# Expected results: by hand, and by the kernels' arithmetic.
 
 
 def one_element(a_scale: float, b_scale: float, *, a: float = 1.0, b: float = 1.0, k: int = 128) -> Operands:
@@ -310,7 +309,7 @@ def family_of(config) -> str:
     return GRADIENTS if config.by_k else config.product.family
 
 
-# What is drawn.
+# Draws.
 
 
 def test_kernels_are_of_every_kind_and_finish(kernels):
@@ -364,7 +363,7 @@ def test_draws_are_legal(drawn_kinds, kernels):
 
 
 def test_selectors_problems_are_those_that_are_drawn(drawn_kinds):
-    """What the call tells the selector of its tensors is what the draw was tried with."""
+    """A call asks the selector for the problem that the draw was made for."""
     values = Values("cpu", 1)
     for draw in drawn_kinds[:300]:
         sample = fuzz_kinds.make(values, draw, "cpu")
@@ -416,7 +415,7 @@ for number in range(200):
 
 
 @pytest.mark.parametrize("what", LAUNCHED)
-def test_the_launcher_takes_every_call(run_pretending, what):  # noqa: F811
+def test_the_launcher_takes_every_call(run_pretending, what):
     """Sizes, strides and maps, on a pretended driver: each call is prepared once, and then known."""
     code, count = LAUNCHED[what]
     shown, launched = run_pretending("from random import Random\nfrom strategies import Limits" + code)
@@ -449,7 +448,7 @@ def test_formats_are_of_every_kind(monkeypatch):
     monkeypatch.setattr(fuzz_formats, "draw", note)
     for number in range(100):
         with pytest.raises(InterruptedError):
-            fuzz_formats.check_format(Random(number), "cpu")
+            next(fuzz_formats.check_format(Random(number), "cpu"))
     assert {*drawn} == {*FORMATS}
 
 
@@ -461,7 +460,7 @@ def drawn_casts():
     return [fuzz_casts.draw(Random(f"3:{number}"), fuzz_casts.USUAL) for number in range(4000)]
 
 
-# What is drawn.
+# Draws.
 
 
 def test_casts_are_of_every_call(drawn_casts):
@@ -492,7 +491,7 @@ def test_inputs_are_of_every_dtype_layout_and_value(drawn_casts):
 
 
 def test_many_inputs_are_no_view_of_a_matrix(drawn_casts):
-    """Of which calls make copies, by which casts with counts once went wrong."""
+    """Calls copy such inputs first, where casts with counts were once wrong."""
     pool = fuzz_casts.Pool("cpu", 1)
     counted = [draw for draw in drawn_casts if draw.case == "counted"][:100]
     copied = 0
@@ -538,11 +537,11 @@ def test_the_same_seed_draws_the_same(kernels):
         assert torch.equal(fuzz_casts.make(fuzz_casts.Pool("cpu", 7), draw)[0], fuzz_casts.make(pool, draw)[0])
 
 
-# What is right.
+# Expected casts.
 
 
 def test_e4m3_is_rounded_to_nearest_even():
-    """By the table of its numbers, where torch's conversion is what the oracle uses."""
+    """The table of e4m3 numbers decides: the oracle uses torch's conversion."""
     table = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     halves = (table[1:] + table[:-1]) / 2
     even = torch.where(torch.arange(0x7E) % 2 == 0, torch.arange(0x7E), torch.arange(1, 0x7F)).to(torch.uint8)

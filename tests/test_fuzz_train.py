@@ -1,4 +1,4 @@
-"""The fuzzer of training steps itself, on the CPU: it finds nothing where nothing is wrong, and what is made wrong."""
+"""The checks of the fuzzer of training steps, on the CPU: they find what is made wrong. test_fuzz.py has clean runs."""
 
 from random import Random
 
@@ -25,11 +25,6 @@ def drawn(what, number=0, **fields):
 
 def found(one):
     return {kind for kind, count in check(one, lambda: None).items() if count}
-
-
-def test_nothing_is_found(capsys):
-    assert main(["--device", "cpu", "--seed", "5", "--rounds", "6", "--seconds", "60"]) == 0
-    assert '"rounds": 6' in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""`swiglu_gradient_cast_both` against torch's own gradient, in eager and traced, and what is refused.
+"""`swiglu_gradient_cast_both` against torch's gradient, eager and traced, and refusals.
 
 test_cast_kernels.py has the kernels' bits without a GPU; here they run on one.
 """
@@ -23,7 +23,7 @@ def draw(rows, columns, device="cpu"):
 
 
 def exact(dh, gate_up, share):
-    """Of torch: gradients of gate_up and share, and h, in float64."""
+    """Gradients of gate_up and share, and h, by torch in float64."""
     x, share = gate_up.double().requires_grad_(), share.double().requires_grad_()
     gate, up = x.chunk(2, 1)
     h = F.silu(gate) * up * share[:, None]
@@ -53,7 +53,7 @@ def test_gradient_is_torchs(shape, blocks, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_casts_are_those_that_are_joined(device):
-    """Where sigmoids are exact, so that gradient and h are known to the bit; each call twice, the second remembered."""
+    """Sigmoids are exact, so that the gradient and h are known to the bit. A second call takes the known launch."""
     dh, gate_up, share = draw(300, 256, device)
     gate_up[:, :256] = torch.tensor([0.0, 200.0, -200.0], device=device)[torch.randint(3, (300, 256), device=device)]
     (gate, up), d = gate_up.float().chunk(2, 1), dh.float() * share[:, None]

@@ -115,7 +115,7 @@ def test_it_feeds_the_next_product(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_zeros_nan_and_infinity(device):
-    """A block of zeros keeps the floor's scale; what is not finite fills its block, and no other."""
+    """A block of zeros gets the scale of the floor. NaN and infinity fill their own block only."""
     a, a_scale, b, b_scale = make_operands(130, 384, 256, device=device)
     a, a_scale = a.clone(), a_scale.clone()
     a[3] = 0
@@ -160,7 +160,7 @@ def test_beside_other_streams_and_in_a_graph():
 
 @pytest.mark.gpu
 def test_any_draw():
-    """Sizes, layouts, finishes and ways of casting, by kernels of the selector and any other, beside other streams."""
+    """Any size, layout, epilogue and rounding, by the selector's kernels and others, beside other streams."""
     seed = random.SystemRandom().randrange(2**31)
     print("seed", seed)
     source, beside = random.Random(seed), noise("cuda")
@@ -240,7 +240,7 @@ def test_bad_calls(changed, error, said):
 
 
 def test_a_floor_that_equals_a_known_one_launches_nothing(monkeypatch):
-    """Also where the product would be launched by itself, before the cast."""
+    """Also where the GEMM and the cast are two launches."""
     operands = make_operands(4, 256, 128)
     fp8_gemm_cast(*operands, amax_floor=1.0)
     multiply, products = dense.FP8_GEMM.run, []
@@ -292,7 +292,7 @@ def test_kernels_of_every_finish_can_be_chosen():
 
 
 def test_a_bucket_is_of_one_mind():
-    """Whether one kernel or two are launched does not change within what one compilation is for."""
+    """Within a bucket of m, the choice between one kernel and two does not change."""
     problem = GemmProblem(1, 4096, 7168, output=QUANTIZED, activation="swiglu")
     chosen = [choose_cast(problem._replace(m=m)) for m in range(1, 2049)]
     for end in range(64, 2049, 64):

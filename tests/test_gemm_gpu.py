@@ -74,7 +74,7 @@ def every_kernel():
 
 @pytest.fixture
 def nothing_loaded(monkeypatch):
-    """As in a new process, but with a full disk cache."""
+    """Kernels are not loaded, as in a new process, but the disk cache is full."""
     monkeypatch.setattr(plan, "_kernels", {})
     monkeypatch.setattr(dense.FP8_GEMM, "launches", {})
 
@@ -91,8 +91,8 @@ def dense_out(m: int, n: int) -> torch.Tensor:
 
 
 def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, a_scale: str = "row") -> None:
-    """With a k that the config takes, and aligned rows where it stores with TMA, otherwise rows that TMA could not
-    address."""
+    """Check with a k that the config takes. Rows are aligned where it stores with TMA, otherwise TMA could not address
+    them."""
     smallest, largest = config.k_range
     k = min(max(k, smallest), largest or k)
     k = k if config.takes_k(k) else k + 128
@@ -203,7 +203,7 @@ def test_scales_by_tma_or_one_by_one_are_the_same(config, every_kernel):
 
 @pytest.mark.parametrize("config", DEFAULT_CONFIGS, ids=lambda c: c.name)
 def test_scales_in_runs_or_one_by_one_are_the_same(config, every_kernel):
-    """Of two runs for each block's part of K, or of one where all of `b` stays."""
+    """Each block's part of K is two runs, or one where all of `b` stays."""
     k = 128 * config.scales_at_once * (1 if config.resident_b else 2 * config.split_k)
     operands = rearranged(operands_on_gpu(2 * config.block_m + 5, 2 * config.block_n, k), a_scale="row")
     m, groups = operands.a_scale.shape
@@ -289,7 +289,7 @@ def test_largest_values():
     ],
 )
 def test_extreme_scales(a_size, b_size):
-    """As far as the product of two scales is a normal FP32 number and the sums are finite."""
+    """Products of two scales are normal FP32 numbers, and sums are finite."""
     operands = operands_on_gpu(150, 200, 300)
     check_gemm(operands._replace(a_scale=operands.a_scale * a_size, b_scale=operands.b_scale * b_size))
 
@@ -480,7 +480,7 @@ def test_thread_that_never_used_cuda():
     fp8_gemm(*operands, out)
     out.fill_(float("nan"))
     torch.cuda.synchronize()
-    # With `out` given and the signature known, the launch is the first that this thread does with CUDA.
+    # `out` is given and the signature known: the launch is this thread's first use of CUDA.
     thread = threading.Thread(target=fp8_gemm, args=(*operands, out))
     thread.start()
     thread.join()

@@ -1,4 +1,4 @@
-"""`fp8_gemm` on a Hopper GPU against any combination of what it takes: sizes, kernels, SMs, layouts, values, options.
+"""`fp8_gemm` on a Hopper GPU against any combination of its inputs: sizes, kernels, SMs, layouts, values, options.
 
 fuzz_gpu.py does the same for as long as it is told to; here Hypothesis finds the smallest call that fails.
 """

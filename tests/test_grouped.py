@@ -1,118 +1,24 @@
-"""Grouped products: values against float64, what is left alone, and what is refused; on the CPU and on a GPU."""
+"""Grouped GEMMs of every kind: values against float64, dead rows, and refusals; on the CPU and on a GPU."""
 
-from typing import NamedTuple
+from itertools import product
 
 import pytest
 import torch
-from helpers import Exact, GuardedOut, Operands, assert_accurate, exact_product, make_operands
+from grouped_case import DEVICES, OUT_DTYPES, make_case
+from helpers import assert_accurate
 
-from deep_tile import fp8_grouped_gemm, tensors
-from deep_tile.config import round_up
+import deep_tile
+from deep_tile import GemmConfig, fp8_grouped_gemm, grouped_gemm, scaled_grouped_gemm, tensors
+from deep_tile.kinds import KINDS
+from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import group_rows
+from deep_tile.select.choose import choose
 from deep_tile.select.groups import grouped_configs
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-NAN_BYTE = 0x7F
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-
-class Case(NamedTuple):
-    """Operands of a grouped product; rows that belong to no group hold NaN.
-
-    Attributes:
-        a, a_scale, b, b_scale, bounds: as `fp8_grouped_gemm` takes them.
-        rows: first row, and the one behind the last, of each group, among all rows.
-        out: guarded, of all rows.
-    """
-
-    a: torch.Tensor
-    a_scale: torch.Tensor
-    b: torch.Tensor
-    b_scale: torch.Tensor
-    bounds: torch.Tensor | None
-    rows: list[tuple[int, int]]
-    guarded: GuardedOut
-    capacity: int | None
-
-    def call(self, out: torch.Tensor | None = None, **keywords) -> torch.Tensor:
-        operands = (self.a, self.a_scale, self.b, self.b_scale)
-        if self.capacity is None:
-            return fp8_grouped_gemm(*operands, self.bounds, out, **keywords)
-        return fp8_grouped_gemm(*operands, out=out, counts=self.bounds, **keywords)
-
-    @property
-    def out(self) -> torch.Tensor:
-        """As the call takes it."""
-        out = self.guarded.out
-        return out if self.capacity is None else out.unflatten(0, (len(self.rows), self.capacity))
-
-    def exact(self, group: int) -> Exact:
-        begin, end = self.rows[group]
-        a, a_scale = self.a, self.a_scale
-        if self.capacity is not None:
-            a, a_scale = a.flatten(0, 1), a_scale.flatten(0, 1)
-        return exact_product(Operands(a[begin:end], a_scale[begin:end], self.b[group], self.b_scale[group]))
-
-    def check(self, **keywords) -> torch.Tensor:
-        """Multiplies into the guarded `out`, and checks each of its rows and what is around them."""
-        out = self.out
-        assert self.call(out, **keywords) is out
-        self.check_out()
-        return self.guarded.out
-
-    def check_out(self) -> None:
-        """Checks what a call has left in the guarded `out`, and around it."""
-        self.guarded.assert_groups(self.rows, lambda group, out: assert_accurate(out, self.exact(group)))
-
-
-def make_case(
-    sizes: list[int],
-    n: int,
-    k: int,
-    *,
-    device: str = "cpu",
-    capacity: int | None = None,
-    alignment: int = 1,
-    spare: int = 5,
-    padding: int = 0,
-    out_stride: int | None = None,
-    out_offset: int = 0,
-    a_scale: str = "row",
-    b_scale: str = "row",
-) -> Case:
-    """Groups of `sizes` rows: one after the other with `spare` rows behind, or each with room for `capacity`."""
-    rows, end = [], 0
-    for group, size in enumerate(sizes):
-        begin = round_up(end, alignment) if capacity is None else group * capacity
-        end = begin + size
-        rows.append((begin, end))
-    total = end + spare if capacity is None else len(sizes) * capacity
-    operands = make_operands(total, n, k, device=device, a_padding=padding, a_scale=a_scale)
-    dead = torch.ones(total, dtype=torch.bool)
-    for begin, end in rows:
-        dead[begin:end] = False
-    dead = dead.to(device)
-    operands.a.view(torch.uint8)[dead] = NAN_BYTE
-    operands.a_scale[dead] = float("nan")
-    b, b_scale = _weights(len(sizes), n, k, device, padding, b_scale)
-    bounds = torch.tensor(sizes if capacity is not None else [end for _, end in rows], dtype=torch.int32, device=device)
-    a, scale = operands.a, operands.a_scale
-    if capacity is not None:
-        a, scale = (x.unflatten(0, (len(sizes), capacity)) for x in (a, scale))
-    guarded = GuardedOut(total, n, device=device, stride=out_stride, offset=out_offset)
-    return Case(a, scale, b, b_scale, bounds, rows, guarded, capacity)
-
-
-def _weights(groups, n, k, device, padding, b_scale):
-    """[groups, n, k] and scales, each group in rows of its own, with NaN between groups."""
-    of_groups = [make_operands(1, n, k, device=device, b_scale=b_scale)[2:] for _ in range(groups)]
-    stride, gap = round_up(k, 16) + padding, n + 3
-    buffer = torch.full((groups * gap * stride,), NAN_BYTE, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    b = buffer.as_strided((groups, n, k), (gap * stride, stride, 1))
-    for group, (values, _) in enumerate(of_groups):
-        b[group].copy_(values)
-    return b, torch.stack([scale for _, scale in of_groups])
-
-
+GROUPED = [kind.name for kind in KINDS.values() if kind.scaling != "row_blocks"]
+FAMILIES = [name for name in GROUPED if KINDS[name].family == name]
 SIZES = [
     [3, 0, 64, 65, 1, 130, 7],
     [0, 0, 0, 5],
@@ -122,39 +28,36 @@ SIZES = [
 ]
 
 
+MIXED = SIZES[0]
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)}_groups_{sum(sizes)}_rows")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("alignment", [1, 128])
-def test_rows_one_after_the_other(sizes, device, alignment):
-    case = make_case(sizes, 200, 300, device=device, alignment=alignment)
-    case.check(alignment=alignment)
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)}_groups_{sum(sizes)}_rows")
-@pytest.mark.parametrize("device", DEVICES)
-def test_rows_of_their_own(sizes, device):
-    make_case(sizes, 136, 260, device=device, capacity=max(sizes) + 9).check(expected_rows=8)
+def test_rows_of_any_number_of_groups(sizes, device, alignment):
+    make_case("fp8", sizes, 200, 300, device=device, alignment=alignment).check(alignment=alignment)
+    make_case("fp8", sizes, 136, 260, device=device, capacity=max(sizes) + 9).check(expected_rows=8)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_counts_all_rows_are_multiplied(device):
-    case = make_case([40] * 3, 72, 256, device=device, capacity=40)
+    case = make_case("fp8", [40] * 3, 72, 256, device=device, capacity=40)
     case._replace(bounds=None).check()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("out_stride", [200, 203, 208])
-@pytest.mark.parametrize("a_scale", ["row", "column", "column_aligned"])
-def test_layouts(device, out_stride, a_scale):
+@pytest.mark.parametrize("scales", ["row", "column", "column_aligned"])
+def test_layouts(device, out_stride, scales):
     sizes = [70, 1, 0, 128]
-    layout = {"out_stride": out_stride, "a_scale": a_scale, "padding": 48}
-    make_case(sizes, 200, 384, device=device, b_scale="column", **layout).check()
-    make_case(sizes, 200, 384, device=device, capacity=131, **layout).check()
+    layout = {"out_stride": out_stride, "scales": scales, "padding": 48}
+    make_case("fp8", sizes, 200, 384, device=device, **layout).check()
+    make_case("fp8", sizes, 200, 384, device=device, capacity=131, **layout).check()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_out_is_allocated_when_none(device):
-    case = make_case([10, 20], 64, 128, device=device)
+    case = make_case("fp8", [10, 20], 64, 128, device=device)
     out = case.call()
     assert (out.shape, out.dtype) == (case.out.shape, torch.bfloat16)
     assert torch.equal(out[:30], case.check()[:30])
@@ -162,7 +65,7 @@ def test_out_is_allocated_when_none(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_weight_for_all_groups(device):
-    case = make_case([10, 20, 1], 64, 128, device=device)
+    case = make_case("fp8", [10, 20, 1], 64, 128, device=device)
     shared = case._replace(b=case.b[:1].expand(3, -1, -1), b_scale=case.b_scale[:1].expand(3, -1, -1))
     shared.check()
 
@@ -170,7 +73,7 @@ def test_one_weight_for_all_groups(device):
 @pytest.mark.parametrize("dtype", tensors.SCALE_DTYPES[1:], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_narrow_scales(device, dtype):
-    case = make_case([10, 20], 64, 256, device=device)
+    case = make_case("fp8", [10, 20], 64, 256, device=device)
     narrow = case.b_scale.to(dtype)
     case._replace(b_scale=narrow.float()).check()
     assert torch.equal(case._replace(b_scale=narrow).call()[:30], case.out[:30])
@@ -182,8 +85,8 @@ def test_narrow_scales(device, dtype):
 )
 @pytest.mark.parametrize("capacity", [None, 25])
 def test_bounds_that_lie(device, bounds, capacity):
-    """Are cut; nothing outside of the tensors is read or written."""
-    case = make_case([25] * 4, 136, 256, device=device, capacity=capacity, spare=0)
+    """Bounds are clipped: nothing outside of the tensors is read or written."""
+    case = make_case("fp8", [25] * 4, 136, 256, device=device, capacity=capacity, spare=0)
     layout, rows = ("offs", 100) if capacity is None else ("counts", 25)
     bounds = torch.tensor(bounds, dtype=torch.int32)
     first = 0 if capacity is None else capacity
@@ -196,27 +99,27 @@ def test_bounds_that_lie(device, bounds, capacity):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_to_do(device):
-    for case in (make_case([0, 0], 64, 128, device=device), make_case([3, 4], 0, 128, device=device)):
+    for case in (make_case("fp8", [0, 0], 64, 128, device=device), make_case("fp8", [3, 4], 0, 128, device=device)):
         case.check()
-    empty = make_case([0, 0], 64, 128, device=device, spare=0)
+    empty = make_case("fp8", [0, 0], 64, 128, device=device, spare=0)
     assert empty.call().shape == (0, 64)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tma_store", [True, False], ids=["tma", "any"])
 @pytest.mark.parametrize("layout", ["offs", "counts"])
-def test_every_config(layout, tma_store):
-    """With groups that end within each box, at its end, and one row behind it."""
+def test_every_config_of_fp8(layout, tma_store):
+    """Groups end within each box, at its end, and one row behind it."""
     sizes = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 0, 200]
     for config in grouped_configs(layout, tma_store):
         for n, k in ((264, 640), (config.block_n, 128), (1000, 1040)):
             capacity = None if layout == "offs" else 203
-            case = make_case(sizes, n, k, device="cuda", capacity=capacity, out_stride=n if tma_store else n + 1)
+            case = make_case("fp8", sizes, n, k, device="cuda", capacity=capacity, out_stride=n if tma_store else n + 1)
             out = case.check(config=config)
             for num_sms in (1, 7):
                 again = out.clone().fill_(float("nan"))
                 into = again if capacity is None else again.unflatten(0, (len(sizes), capacity))
-                case.call(into, config=config, num_sms=num_sms)
+                case.call(out=into, config=config, num_sms=num_sms)
                 for begin, end in case.rows:
                     assert torch.equal(again[begin:end], out[begin:end])
 
@@ -224,7 +127,7 @@ def test_every_config(layout, tma_store):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(40))
 def test_random_draws(seed):
-    """Of the selector's choice, routed as experts are."""
+    """The selector's choice, for rows routed as experts are."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low, high):
@@ -235,7 +138,7 @@ def test_random_draws(seed):
     sizes = (skew / skew.sum() * draw(1, 3000)).int().tolist()
     capacity = None if draw(0, 2) else max(sizes) + draw(0, 20)
     n, k = draw(1, 600), draw(1, 60) * 16
-    case = make_case(sizes, n, k, device="cuda", capacity=capacity, out_stride=n + draw(0, 2) * draw(0, 9))
+    case = make_case("fp8", sizes, n, k, device="cuda", capacity=capacity, out_stride=n + draw(0, 2) * draw(0, 9))
     case.check(expected_rows=draw(1, 300))
 
 
@@ -244,20 +147,20 @@ def test_one_group_is_a_dense_product():
     """Bit for bit: both add up the products of a row in the same order."""
     from deep_tile import fp8_gemm
 
-    case = make_case([300], 512, 1024, device="cuda", spare=0)
+    case = make_case("fp8", [300], 512, 1024, device="cuda", spare=0)
     dense = fp8_gemm(case.a, case.a_scale, case.b[0], case.b_scale[0], batch_invariant=True)
     assert torch.equal(case.call(), dense)
 
 
 @pytest.mark.gpu
 def test_graphs_hold_for_every_distribution():
-    case = make_case([64] * 8, 256, 512, device="cuda", spare=0)
+    case = make_case("fp8", [64] * 8, 256, 512, device="cuda", spare=0)
     out = case.out
-    case.call(out)
+    case.call(out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        case.call(out)
+        case.call(out=out)
     for sizes in ([512, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8], [0] * 8, [100, 0, 300, 0, 1, 0, 100, 11]):
         ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0).int()
         case.bounds.copy_(ends)
@@ -272,7 +175,7 @@ def test_graphs_hold_for_every_distribution():
 
 
 def good(**changes) -> dict:
-    case = make_case([10, 20], 64, 256)
+    case = make_case("fp8", [10, 20], 64, 256)
     operands = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
     arguments = operands | {"offs": case.bounds, "out": case.out}
     return arguments | {name: change(arguments.get(name)) for name, change in changes.items()}
@@ -282,7 +185,7 @@ def value(x):
     return lambda _: x
 
 
-BAD = [
+BAD_OF_FP8 = [
     ({"a": value(None)}, TypeError, "a must be a torch.Tensor"),
     ({"a": torch.Tensor.bfloat16}, TypeError, "a must be torch.float8_e4m3fn"),
     ({"a": torch.t}, ValueError, r"a must be \[s, k\] or \[g, m, k\] and b \[g, n, k\]"),
@@ -312,8 +215,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), BAD)
-def test_refusals(changes, error, message):
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_OF_FP8)
+def test_refusals_of_fp8(changes, error, message):
     arguments = good(**changes)
     before = arguments["out"].clone() if isinstance(arguments["out"], torch.Tensor) else None
     with pytest.raises(error, match=message):
@@ -323,8 +226,8 @@ def test_refusals(changes, error, message):
 
 
 def test_refusals_of_three_dimensions():
-    case = make_case([10, 20], 64, 256, capacity=24)
-    a, a_scale, b, b_scale = case[:4]
+    case = make_case("fp8", [10, 20], 64, 256, capacity=24)
+    a, a_scale, b, b_scale = case.operands
     with pytest.raises(ValueError, match="alignment is 8; groups of .* leave it out"):
         fp8_grouped_gemm(a, a_scale, b, b_scale, counts=case.bounds, alignment=8)
     with pytest.raises(ValueError, match=r"counts must be \[2\]"):
@@ -337,3 +240,168 @@ def test_refusals_of_three_dimensions():
     overlapping = torch.zeros(24, 64, dtype=torch.bfloat16).expand(2, -1, -1)
     with pytest.raises(ValueError, match="rows of out overlap"):
         fp8_grouped_gemm(a, a_scale, b, b_scale, out=overlapping)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", GROUPED)
+def test_kinds(kind, device):
+    """Rows of groups one after the other, and groups with rows of their own."""
+    make_case(kind, MIXED, 200, 304, device=device, alignment=16).check(alignment=16)
+    make_case(kind, [0, 0, 0, 5], 72, 64, device=device).check()
+    make_case(kind, MIXED, 136, 256, device=device, capacity=139).check(expected_rows=8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("k", [64, 192, 256, 320])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_b_along_n(kind, k, device):
+    """The next group, or NaN, lies behind a group's K."""
+    case = make_case(kind, MIXED, 200, k, device=device, layout="nn")
+    assert case.operands[1].stride()[1:] == (1, 200)
+    case.check()
+    make_case(kind, [9, 4], 24, k, device=device, layout="nn", capacity=11).check()
+    make_case(kind, [9], 24, k + 8, device=device, layout="nn").check()  # one group may have any k
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_results_of_every_format_wherever_they_lie(kind, device):
+    for name, (stride, offset) in product(KINDS[kind].outputs, ((None, 0), (131, 1), (160, 0))):
+        options = {"out_dtype": OUT_DTYPES[name], "out_stride": stride, "out_offset": offset}
+        make_case(kind, MIXED, 129 if stride == 131 else 128, 128, device=device, **options).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "layout"), [*((kind, "nt") for kind in FAMILIES), ("bf16", "nn")])
+@pytest.mark.parametrize("grouping", ["offs", "counts"])
+def test_every_config(kind, layout, grouping):
+    """Stores by TMA and without, results of 16 and of 32 bits, beside kernels of other streams."""
+    capacity = 300 if grouping == "counts" else None
+    noise, x = torch.cuda.Stream(), torch.randn(1 << 20, device="cuda")
+    for output, tma_store in product({KINDS[kind].output, "fp32"} & {*KINDS[kind].outputs}, (True, False)):
+        n = 264 if tma_store else 261
+        options = {"device": "cuda", "capacity": capacity, "layout": layout, "out_dtype": OUT_DTYPES[output]}
+        case = make_case(kind, [*MIXED, 257, 0, 33], n, 640, **options)
+        for config in grouped_configs(grouping, tma_store, False, kind, output, layout):
+            case.guarded.out.view(torch.uint8).fill_(0xFF)
+            with torch.cuda.stream(noise):
+                for _ in range(5):
+                    x = x.sin()
+            case.check(config=config)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["fp8_rows", "fp8_rows_promoted", "int8_rows"])
+def test_shapes_of_scales_of_rows(kind, device):
+    case = make_case(kind, [10, 20], 48, 256, device=device)
+    a, a_scale, b, b_scale = case.operands
+    fast = kind != "fp8_rows_promoted"
+    whole = scaled_grouped_gemm(a, a_scale, b, b_scale, **case.lists, fast_accum=fast)[:30]
+    for of_a in (a_scale[:, 0], a_scale):
+        for of_b in (b_scale, b_scale[..., 0], b_scale.transpose(1, 2)):
+            same = scaled_grouped_gemm(a, of_a, b, of_b, **case.lists, fast_accum=fast)[:30]
+            assert torch.equal(same, whole)
+    one, of_groups = torch.tensor(0.75, device=device), torch.tensor([0.5, 2.0], device=device)
+    wanted = scaled_grouped_gemm(a, one.expand(35), b, of_groups[:, None].expand(2, 48), **case.lists, fast_accum=fast)
+    for of_a in (one, one.reshape(1), one.reshape(1, 1)):
+        for of_b in (of_groups, of_groups[:, None], of_groups[:, None, None]):
+            got = scaled_grouped_gemm(a, of_a, b, of_b, **case.lists, fast_accum=fast)
+            assert torch.equal(got[:30], wanted[:30])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_k_of_columns_that_adjoin(device):
+    """b [1, 5, 1] has strides (16, 1, 16): only its column stride tells its layout."""
+    a, rows = torch.randn(4, 8, device=device).bfloat16()[:, :1], torch.randn(1, 1, 16, device=device).bfloat16()
+    b, offs = rows[..., :5].transpose(1, 2), torch.tensor([4], dtype=torch.int32, device=device)
+    assert torch.equal(grouped_gemm(a, b, offs=offs), a * b[0].t())
+    with pytest.raises(ValueError, match="b lies along n, with k = 1"):
+        grouped_gemm(a, rows.repeat(2, 1, 1)[..., :5].transpose(1, 2), offs=offs.repeat(2))
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_for_every_distribution():
+    case = make_case("bf16", [10, 20, 0, 3], 64, 256, device="cuda")
+    a, b = case.operands
+    offs = case.bounds.clone()
+    grouped_gemm(a, b, offs, case.out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm(a, b, offs, case.out)
+    for ends in ([10, 30, 30, 33], [0, 0, 33, 33], [33, 33, 33, 33]):
+        offs.copy_(torch.tensor(ends))
+        graph.replay()
+        again = grouped_gemm(a, b, torch.tensor(ends, dtype=torch.int32, device="cuda"))
+        assert torch.equal(again[:33], case.out[:33])
+
+
+REFUSALS = [
+    ("bf16", lambda a, b: (a.float(), b), TypeError, "a must be one of torch.bfloat16, torch.float16, torch.int8; got"),
+    ("bf16", lambda a, b: (None, b), TypeError, "a must be a torch.Tensor; got NoneType. To fix: pass a tensor"),
+    ("bf16", lambda a, b: (a, [b]), TypeError, "b must be a torch.Tensor; got list.* torch.stack"),
+    (
+        "int8_rows",
+        lambda a, s, b, t: (a, 1.0, b, t),
+        TypeError,
+        "a_scale must be a torch.Tensor; got float. To fix: pass",
+    ),
+    ("bf16", lambda a, b: (a, b.half()), TypeError, "b must be torch.bfloat16, since a is torch.bfloat16"),
+    ("bf16", lambda a, b: (a.to(torch.float8_e5m2), b), TypeError, "scaled_grouped_gemm takes .*, with scales"),
+    ("bf16", lambda a, b: (a.t().contiguous().t(), b), ValueError, "a must have a unit stride along k; its strides"),
+    ("bf16", lambda a, b: (a[:, :60], b[..., :60].mT.contiguous().mT), ValueError, "k = 60; of several groups k must"),
+    ("bf16", lambda a, b: (a, b.repeat(1, 1, 2)[..., ::2]), ValueError, "unit stride along k or along n; its strides"),
+    ("bf16", lambda a, b: (a, b[:, :, 1:]), ValueError, "b holds one row per output column"),
+    ("bf16", lambda a, b: (a, b.clone().requires_grad_()), RuntimeError, "To train, call torch.nn.functional.grouped"),
+    ("int8_rows", lambda a, s, b, t: (a, s[:4], b, t), ValueError, r"a_scale must have one number for each row of a"),
+    ("int8_rows", lambda a, s, b, t: (a, s, b, t[:, :5]), ValueError, r"b_scale must have .* or one for each group"),
+    ("int8_rows", lambda a, s, b, t: (a, s.double(), b, t), TypeError, "a_scale must be torch.float32"),
+    ("int8", lambda a, s, b, t: (a, s, b, t[:, :0]), ValueError, "a_scale must have one number.* of blocks"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "error", "text"), REFUSALS)
+def test_refusals(kind, change, error, text):
+    case = make_case(kind, [10, 20], 64, 256)
+    with pytest.raises(error, match=text):
+        case.call(*change(*case.operands), out=case.out, **case.lists)
+    case.guarded.assert_untouched()
+
+
+def test_refused_results():
+    case = make_case("int8_unscaled", [10, 20], 64, 256)
+    with pytest.raises(TypeError, match="out_dtype is torch.float8_e4m3fn; pass one of torch.bfloat16"):
+        grouped_gemm(*case.operands, **case.lists, out_dtype=torch.float8_e4m3fn)
+    case = make_case("bf16", [10, 20], 64, 256, out_dtype=torch.int32)
+    with pytest.raises(TypeError, match="out must be one of torch.bfloat16, .*; got torch.int32"):
+        grouped_gemm(*case.operands, out=case.out, **case.lists)
+    with pytest.raises(ValueError, match=r"offs is given, and a has three dimensions"):
+        grouped_gemm(case.operands[0][None], case.operands[1], **case.lists)
+    with pytest.raises(ValueError, match=r"num_sms is 0"):
+        grouped_gemm(*case.operands, **case.lists, num_sms=0)
+    with pytest.raises(TypeError, match=r"fast_accum is 1"):
+        scaled_grouped_gemm(*make_case("int8_rows", [10, 20], 64, 256).operands, **case.lists, fast_accum=1)
+
+
+def test_the_selector_and_precompile_know_kinds():
+    groups = Groups("offs", 8, 64)
+    for kind, output, layout in product(("bf16", "fp8_rows", "int8"), ("bf16", "fp32"), ("nt",)):
+        chosen = choose(GemmProblem(512, 256, 512, kind=kind, output=output, groups=groups, layout=layout))
+        assert (chosen.kind, chosen.output, chosen.grouping) == (kind, output, "offs")
+    done = deep_tile.precompile([(64, 64, 4)], kind="bf16", grouping="offs", layouts=["nn"])
+    assert {(config.kind, config.grouping, config.layout) for config in done.configs} == {("bf16", "offs", "nn")}
+    for wrong in (
+        {"kind": "fp8_1x128", "grouping": "offs"},
+        {"kind": "bf16", "grouping": "offs", "accumulate": True},
+        {"kind": "bf16", "grouping": "offs", "layouts": ["tn"]},
+    ):
+        with pytest.raises(ValueError, match="products of groups of rows are of all kinds but 'fp8_1x128'"):
+            deep_tile.precompile([(64, 64, 4)], **wrong)
+    with pytest.raises(ValueError, match="such products are of kind 'fp8_1x128', of float32"):
+        deep_tile.precompile([(64, 64, 4)], kind="bf16", grouping="k_offs")
+
+
+def test_configs_that_groups_of_rows_do_not_have():
+    with pytest.raises(ValueError, match="accumulate True; products of groups of rows are written"):
+        GemmConfig(128, 128, 4, kind="bf16", grouping="offs", accumulate=True)
+    with pytest.raises(ValueError, match="groups are of rows of a that lie along k"):
+        GemmConfig(128, 128, 4, kind="bf16", grouping="offs", layout="tn")

@@ -121,7 +121,7 @@ def compile_for_host(config, directory):
 
 
 def check(walk, config, n, rows, groups, bounds, blocks, alignment=1, raster_rows_log2=3):
-    """That tiles cover each group's rows in each column once, in turn among the blocks."""
+    """Check that tiles cover each group's rows once in each column, and go to the blocks in turn."""
     layout = config.grouping
     ranges = group_rows(layout, bounds, groups, rows, alignment)
     columns = ceil_div(n, config.block_n)
@@ -216,7 +216,7 @@ extern "C" int first_wrong(int columns) {{
 
 
 def test_the_division_is_exact_as_far_as_it_may_go(tmp_path):
-    """Of every tile in every panel, and no further: the host refuses more columns."""
+    """The division is exact for every tile of every panel up to the host's limit of columns."""
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
     headers = codegen._headers("grouped.cuh")
@@ -239,7 +239,7 @@ ALONG_K = [
 
 @pytest.mark.parametrize("config", [*CONFIGS, *ALONG_K], ids=lambda config: config.name)
 def test_the_models_tiles_are_the_kernels(walk, config):
-    """Those of protocol.py, block by block."""
+    """Tiles are those of protocol.py, block by block."""
     generator = torch.Generator().manual_seed(3)
     alignment = 128 if config.by_k else 1
     for groups, blocks in ((1, 2), (6, 4), (40, 14), (3, 264)):
@@ -266,7 +266,7 @@ def test_the_models_tiles_are_the_kernels(walk, config):
 
 
 def wanted_of(launch, tile):
-    """What the kernel's tile holds where the model has this one."""
+    """The kernel's tile for a tile of the model."""
     if launch.config.by_k:
         steps, begin = launch.steps(tile), tile.group * launch.m
         where = {"row": tile.m, "column": tile.n, "out": begin + tile.m, "end": begin + launch.m}

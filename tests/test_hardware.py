@@ -1,4 +1,4 @@
-"""What is known of GPUs: presets against the datasheets, names, and measurements that are stored and preferred."""
+"""GPU data: presets against the datasheets, names, and stored measurements, which come first."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The helpers of the GPU tests themselves: that the checks notice what they are for, and the samples cover it."""
+"""The helpers of the GPU tests: checks notice what they are for, and sanitizer cases cover every feature."""
 
 import pytest
 import sanitize
@@ -69,7 +69,7 @@ def shift_rows(scale, k):
     [("a", zero_k), ("b", zero_k), ("a_scale", swap_columns), ("b_scale", swap_columns), ("a_scale", shift_rows)],
 )
 def test_wrong_operands_are_noticed(field, damage, operands, exact):
-    """Such as a product of the K tail that is left out, or a scale of a neighbour."""
+    """Faults such as a K tail that is left out, or a neighbour's scale."""
     damaged = rearranged(operands)
     damage(getattr(damaged, field), K - 1)
     with pytest.raises(AssertionError, match="elements are off"):
@@ -77,7 +77,7 @@ def test_wrong_operands_are_noticed(field, damage, operands, exact):
 
 
 def test_a_systematic_error_is_noticed(exact):
-    """One by which no single element is off too far."""
+    """Each element is within its own bound, but the whole is not."""
     with pytest.raises(AssertionError, match="relative Frobenius error 2"):
         assert_accurate((exact.value * 1.0012).to(torch.bfloat16), exact)
 
@@ -144,7 +144,7 @@ def test_sanitizer_case_of_groups_is_right(config):
 
 @pytest.mark.parametrize("case", sanitize.CASES, ids=lambda case: case.config.name)
 def test_sanitizer_case_is_right(case):
-    """On the CPU path; each has several waves, or a cluster that overhangs the matrix."""
+    """On the CPU. Each case has several waves, or a cluster that overhangs the matrix."""
     sanitize.run(case, "cpu")
     config = case.config
     waves = ceil_div(cluster_tiles(config, GemmProblem(case.m, case.n, case.k)), case.num_sms // config.cluster)
@@ -162,7 +162,7 @@ ANY_CONFIGS_FEATURES = (
     *("scale_warps", "store_warps", "store_columns", "store_rows", "store_chunks", "store_swizzle", "tma_store"),
 )
 DEFAULT_CONFIGS_FEATURES = ("store_buffers", "boxes_at_once", "b_scale_slots")
-"""Sizes, of which only the default configs' are looked for; the others differ in what kernels do."""
+"""Sizes, of which only those of default configs must occur. The other features differ in the kernel's code."""
 
 
 def features_of(configs, names) -> set[tuple]:
@@ -177,7 +177,7 @@ def test_sanitizer_cases_use_every_feature():
 
 
 def test_every_boolean_property_is_a_feature():
-    """So that a new one is not forgotten above. Of groups, other kinds and finishes there are none here."""
+    """A new property cannot be forgotten above. Groups, other kinds and epilogues are not part of it."""
     config = next(legal_configs())
     booleans = {name for name in dir(GemmConfig) if isinstance(getattr(config, name, None), bool)}
     booleans -= {"accumulate", "by_counts", "by_k", "by_offs", "column_scales", "integer_sums", "is_finished"}

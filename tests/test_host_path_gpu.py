@@ -7,7 +7,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def dense_out(m: int = M, n: int = N) -> torch.Tensor:
 
 @pytest.fixture
 def paths(monkeypatch) -> list[str]:
-    """What each call did, in a process that has met no signature yet: "prepare_launch", then how it launched."""
+    """The steps of each call, starting without known signatures: "prepare_launch", then the way of the launch."""
     done = []
 
     def note(module, name):
@@ -167,7 +166,7 @@ def test_one_signature_serves_many_addresses(paths):
     assert paths.count("prepare_launch") == 1
 
 
-# What is left behind.
+# Memory.
 
 
 def used_bytes() -> dict[str, int]:
@@ -217,7 +216,7 @@ def test_many_signatures_take_bounded_memory(monkeypatch):
     assert_accurate(fp8_gemm(*operands, out), exact_product(operands))
 
 
-# Where CUDA is of no use any more.
+# Forked processes and dead contexts.
 
 CALLS_IN_VAIN = """
 import os, sys, torch
@@ -248,7 +247,7 @@ def report():
 
 
 def report_of(program: str) -> list[str]:
-    """What `report()` showed in a process of its own."""
+    """Lines that `report()` printed in its own process."""
     tests = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests), *sys.path])}
     command = [sys.executable, "-c", CALLS_IN_VAIN + program]
@@ -270,7 +269,7 @@ os.wait()
 
 
 def test_dead_contexts_are_told():
-    """An index out of range trips an assertion of torch's; whichever call comes next meets the error."""
+    """An index out of range trips torch's assertion; the next call, whichever it is, meets the error."""
     lines = report_of("""
 x[torch.tensor([10**6], device="cuda")]
 try:
@@ -334,7 +333,7 @@ def test_plan_runs_on_the_current_stream():
 
 
 def test_plan_takes_scales_that_begin_anywhere(paths):
-    """In a large product whose scales TMA copies where they are aligned."""
+    """A large GEMM whose scales TMA copies where they are aligned."""
     operands = operands_on_gpu(1100, 1024, 2048, a_scale="column_aligned")
     exact = exact_product(operands)
     groups, rows = operands.a_scale.t().shape
@@ -347,16 +346,6 @@ def test_plan_takes_scales_that_begin_anywhere(paths):
         assert_accurate(multiply(operands.a, scale, out), exact)
         out.fill_(float("nan"))
         assert_accurate(fp8_gemm(operands.a, scale, operands.b, operands.b_scale, out), exact)
-
-
-def test_first_call_of_a_thread_that_has_used_no_gpu():
-    """It encodes tensor maps, for a signature not met before."""
-    operands = operands_on_gpu(77, 200, 528)
-    results = []
-    thread = threading.Thread(target=lambda: results.append(fp8_gemm(*operands)))
-    thread.start()
-    thread.join()
-    assert_accurate(results[0], exact_product(operands))
 
 
 def test_plan_in_a_graph():
@@ -386,7 +375,7 @@ def test_rows_do_not_depend_on_m(n, k):
 
 @pytest.mark.parametrize("k", [1672, 300])
 def test_every_config_without_split_k_gives_the_same_bits(k):
-    """Which is why the option need only exclude split K. K ends inside a block, and is no multiple of any stage."""
+    """So the option need only exclude split K. K ends inside a block, and is no multiple of any stage."""
     operands = operands_on_gpu(300, 1000, k)
     defaults = (*default_configs(True), *default_configs(False))
     configs = [config for config in defaults if config.split_k == 1 and config.takes_k(k)]
@@ -411,7 +400,7 @@ STEPS = 12
 
 
 class Chain:
-    """Products of which each needs the one before: its result, read as FP32, is the next one's a_scale.
+    """GEMMs in a chain: the result of each, read as FP32, is the a_scale of the next.
 
     (The upper half of an FP32 number is a BF16 number, so a pair of results reads as a number like its second.) Two
     results take turns, so that each launch also overwrites what the launch before it reads.
@@ -491,7 +480,7 @@ def test_other_kernels_between_programmatic_launches():
 
 
 def test_successor_starts_after_the_predecessor():
-    """Of three launches, the last one requests weights that the first one writes, before it waits for the second."""
+    """The last of three launches requests weights that the first writes, before it waits for the second."""
 
     def ones(rows, columns, dtype):
         return torch.ones(rows, columns, device=DEVICE).to(dtype)
@@ -514,7 +503,7 @@ def test_successor_starts_after_the_predecessor():
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_programmatic_launch_waits_for_other_streams(captured):
-    """Its predecessor in the stream has long ended, an event of another stream has not."""
+    """The predecessor in the stream has long ended, but an event of another stream has not."""
     operands, out = operands_on_gpu(64, 1024, 2048), dense_out(64, 1024)
     expected = fp8_gemm(*operands, pdl=False)
     work = operands._replace(a=operands.a.clone())

@@ -181,7 +181,7 @@ def test_nvrtc_version_is_that_of_the_library():
 
 
 def test_nvrtc_of_a_wheel_outside_of_site_packages_is_found(tmp_path):
-    """As in an environment that sees another one's packages through a .pth file."""
+    """The wheel lies in another environment, whose packages are visible through a .pth file."""
     venv.create(tmp_path / "venv", symlinks=True)
     (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     folders = [folder for folder in sys.path if folder.endswith("-packages")]

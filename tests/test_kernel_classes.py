@@ -1,4 +1,4 @@
-"""`explain attention`, `convolution`, `elementwise`, `reduction`: what is chosen, from what, and in which words."""
+"""`explain attention`, `convolution`, `elementwise` and `reduction`: choice, candidates and words."""
 
 import json
 import subprocess
@@ -83,7 +83,7 @@ def test_a_convolution_is_ranked_by_time(explained):
 
 
 def test_few_tokens_are_worth_few_loads(explained):
-    """One element leaves nothing to keep under way."""
+    """A single element leaves nothing to keep under way."""
     assert derive_elementwise(1, 2, 2).unroll == 1
     chosen = CLASSES["elementwise"].name(derive_elementwise(1, 4, 2))
     assert explained("elementwise", "--elements 1")["choice"] == chosen

@@ -1,4 +1,4 @@
-"""The native launcher, without a GPU: what it refuses, and what it asks of the driver.
+"""The native launcher, without a GPU: its refusals, and its calls of the driver.
 
 What it asks is seen through fake_driver.c, a libcuda.so.1 that writes every call down. It is loaded in a process of its
 own, because a process opens the driver once.
@@ -9,21 +9,18 @@ import ctypes
 import inspect
 import os
 import re
-import shlex
 import shutil
-import struct
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+from pretending import COMPILER, WHOLE_CUBIN, elf, params_of
 
 from deep_tile import _launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA_INCLUDE = Path("/usr/local/cuda/include")
-COMPILER = shlex.split(sysconfig.get_config_var("CC") or "cc")
 
 NAMES = ("a", "a_scale", "b", "b_scale", "out")
 A_MAP = (128, 0, 0, (7168, 4096), (7168,), (128, 64), 3, 2, 0)
@@ -41,7 +38,7 @@ LAUNCH = {
     "fixed_maps": (),
     "pdl": False,
 }
-"""Of five tensors, three of which have maps; the parameters begin with 40 bytes of numbers."""
+"""A launch with five tensors, three of which have maps. Its parameters begin with 40 bytes of numbers."""
 
 # Loads the launcher by its path: importing the package would import torch, which may open the real driver.
 PREAMBLE = f"""
@@ -95,7 +92,7 @@ def test_import_opens_no_driver():
 
 
 def test_driver_version():
-    """Where there is a driver it is asked, and where there is none the error says what to do."""
+    """The version is the driver's. Without a driver the error says what to do."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -106,17 +103,6 @@ def test_driver_version():
 
 
 # ---- what it refuses
-
-
-def elf(size: int, sections_at: int = 64, sections: int = 0) -> bytes:
-    """An ELF header with a section table, padded to `size` bytes."""
-    header = struct.pack(
-        "<4s12xHHIQQQIHHHHHH", b"\x7fELF", 2, 190, 1, 0, 64, sections_at, 0, 64, 56, 0, 64, sections, 0
-    )
-    return header.ljust(size, b"\0")
-
-
-WHOLE_CUBIN = elf(size=256, sections=3)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +184,7 @@ WRONG_TYPES = {
 
 
 def test_prepare_names_what_is_wrong(run_on_fake_driver):
-    """And encodes no map before all is right."""
+    """No map is encoded before all arguments are right."""
     changes = [*WRONG_NUMBERS.values(), *WRONG_TYPES.values()]
     out = run_on_fake_driver(f"""
 kernel = load()
@@ -263,18 +249,6 @@ def test_handles_cannot_be_made_by_hand(name):
 # ---- what it asks of the driver
 
 
-@pytest.fixture(scope="session")
-def fake_driver(made_once, run_folder) -> Path:
-    def build() -> Path:
-        library = run_folder / "libcuda.so.1"
-        source = ROOT / "tests" / "fake_driver.c"
-        options = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-        subprocess.run([*COMPILER, *options, "-o", library, source, "-ldl"], check=True)
-        return library
-
-    return made_once("fake_driver", build)
-
-
 @pytest.fixture
 def run_on_fake_driver(fake_driver):
     """Runs code that knows `launcher`, `load()`, `LAUNCH`, `ADDRESSES` and `fake`; its output holds a line per call."""
@@ -299,17 +273,12 @@ def begin():
     return run
 
 
-def params_of(line: str) -> bytes:
-    """The kernel's argument, of a line that shows a launch."""
-    return bytes.fromhex(re.search(r" params (\w+)", line)[1])
-
-
 def word(params: bytes, at: int) -> int:
     return int.from_bytes(params[at : at + 8], "little")
 
 
 def addresses_of(line: str) -> dict[str, int]:
-    """Those that a launch of LAUNCH has: of pointers, and where there are maps, of these."""
+    """The addresses in a launch of LAUNCH: its pointers, and those in its maps."""
     params = params_of(line)
     places = {"a map": 128, "a_scale": 40, "b map": 256, "b_scale": 48, "out": 56, "out map": 384}
     return {name: word(params, at) for name, at in places.items()}
@@ -343,7 +312,7 @@ except AttributeError:
 
 
 def test_prepare_encodes_maps(run_on_fake_driver):
-    """In the kernel's context, which it leaves again; also in a thread that has none."""
+    """Maps are encoded in the kernel's context, which is left again, also in a thread without one."""
     out = run_on_fake_driver("""
 from threading import Thread
 kernel = load()
@@ -368,7 +337,7 @@ thread.join()
 
 
 def test_every_step_finds_the_context_that_it_needs(run_on_fake_driver):
-    """In threads without a context and with that of another GPU, which gets it back."""
+    """Threads without a context, and with another GPU's, which they get back."""
     out = run_on_fake_driver("""
 from threading import Thread
 kernel, other = load(), ctypes.c_void_p(0xC1)
@@ -389,7 +358,7 @@ for begin in (lambda: None, lambda: fake.cuCtxPushCurrent(other)):
 
 
 def test_types_are_the_process_own(run_on_fake_driver):
-    """An import under another name finds the same ones, and takes what the first one made."""
+    """An import under another name finds the same types, and takes objects of the first one."""
     out = run_on_fake_driver("""
 spec = importlib.util.spec_from_file_location("another._launcher", loader.path)
 another = importlib.util.module_from_spec(spec)
@@ -428,7 +397,7 @@ launcher.launch(launcher.prepare(load(), **LAUNCH | change), (0xA00, 0xB00, 0xC0
 
 
 def test_part_of_a_tensor_is_an_operand(run_on_fake_driver):
-    """Pointers, maps and fixed maps begin `skip` bytes into what they are of."""
+    """Pointers, maps and fixed maps begin `skip` bytes into their tensors."""
     out = run_on_fake_driver(f"""
 maps, fixed = ({with_item(A_MAP, 8, 0x400)},), ({with_item(with_item(B_MAP, 1, 0xB00), 8, 0x30)},)
 change = {{"names": ("a",), "pointers": ((56, 0, 0x2004),), "maps": maps, "fixed_maps": fixed}}
@@ -445,7 +414,7 @@ second = launcher.prepare(load(), **LAUNCH | {"pdl": True})
 
 
 def test_launches_of_a_tuple_follow_each_other(run_on_fake_driver):
-    """In one context, on one stream."""
+    """All run in one context, on one stream."""
     out = run_on_fake_driver(CHAIN + "begin()\nlauncher.launch((first, second, first), ADDRESSES, 77)\n")
     lines = [line for line in out.split("---\n")[1].splitlines() if not line.startswith("cuTensorMap")]
     assert [line.split()[0] for line in lines] == [
@@ -459,7 +428,7 @@ def test_launches_of_a_tuple_follow_each_other(run_on_fake_driver):
 
 
 def test_a_tuple_of_launches_is_refused_as_a_whole(run_on_fake_driver):
-    """Before its first launch: for an address that the last one cannot use, and for what is no launch of these."""
+    """Nothing is launched if the last launch cannot use an address, or an element is no launch."""
     out = run_on_fake_driver(
         CHAIN
         + """
@@ -558,7 +527,7 @@ launcher.launch(prepared, ADDRESSES, 0)
 
 
 def test_other_contexts_come_back(run_on_fake_driver):
-    """Those of a thread that uses another GPU, from each call that needs the kernel's."""
+    """A thread that uses another GPU gets its context back from each call that needs the kernel's."""
     out = run_on_fake_driver("""
 fake.cuCtxPushCurrent(ctypes.c_void_p(0xAA))
 launcher.launch(launcher.prepare(load(), **LAUNCH), ADDRESSES, 0)
@@ -626,7 +595,7 @@ launcher.launch(prepared, (16, 1, 32, 1, 0xC02), 0)
 
 @pytest.mark.parametrize("name", ["a", "a_scale", "b", "b_scale", "out"])
 def test_no_launch_without_memory(run_on_fake_driver, name):
-    """Whether TMA or the kernel itself would use the address."""
+    """TMA or the kernel itself would use the address."""
     out = run_on_fake_driver(f"""
 kernel = load()
 for maps in (LAUNCH["maps"], LAUNCH["maps"][:2]):
@@ -642,7 +611,7 @@ for maps in (LAUNCH["maps"], LAUNCH["maps"][:2]):
 
 
 def test_threads_do_not_share_a_launch(run_on_fake_driver):
-    """Every line of a launch speaks of one caller's addresses."""
+    """Each line of a launch shows the addresses of one caller."""
     out = run_on_fake_driver("""
 from threading import Thread
 prepared = launcher.prepare(load(), **LAUNCH)
@@ -708,7 +677,7 @@ except RuntimeError as error:
     "result", [214, 220, 226, 700, 702, 710, *range(714, 720), 721], ids=lambda result: f"error {result}"
 )
 def test_failures_of_earlier_kernels_are_not_this_calls(run_on_fake_driver, call, result):
-    """Such errors stick to the context: whichever call comes next reports them."""
+    """Such errors stick to the context: the next call, whichever it is, reports them."""
     out = run_on_fake_driver(
         """
 try:
@@ -832,7 +801,7 @@ def run_with_tensors(run_on_fake_driver):
 
 
 def test_launch_known(run_with_tensors):
-    """The signature finds the launch; addresses, with their offset, and the stream are those of the call."""
+    """The signature finds the launch; addresses, offsets and the stream are the call's."""
     lines = run_with_tensors("""
 attempt(launcher.launch_known, known, OPTIONS, *call(a={"address": 0x1A00}, out={"address": 0xB00, "offset": 0x100}))
 """)
@@ -879,7 +848,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
 def test_every_difference_is_another_signature(run_with_tensors, change):
-    """Nothing reaches the driver."""
+    """Such a call does not reach the driver."""
     lines = run_with_tensors(f"""
 changed = call(**{change})
 attempt(launcher.launch_known, known, OPTIONS, *changed)
@@ -980,7 +949,7 @@ print(hex(head), launcher.signature(line, point) == launcher.signature(point, li
 
 
 def test_signatures_of_one_to_nine_tensors(run_with_tensors):
-    """None is the beginning of another, ranks 0 to 3 are told apart, and ten are too many."""
+    """No signature is the beginning of another, ranks 0 to 3 differ, and ten tensors are too many."""
     lines = run_with_tensors("""
 tensors = ([Typed(0xA00, shape) for shape in ((), (2,), (2, 1), (2, 1, 1))] * 3)[:9]
 signatures = [launcher.signature(*tensors[:count]) for count in range(1, 10)]
@@ -1012,7 +981,7 @@ attempt(launcher.launch_known, known, ([],), *call())
 
 
 def test_options_are_known_by_value_and_type(run_with_tensors):
-    """What equals options that have been checked has not been checked itself."""
+    """Options that only equal checked ones are not known."""
     lines = run_with_tensors("""
 for options in (OPTIONS, (True, True, None), (1.0, True, None), (1, 1, None), (2, True, None), (1, True), ()):
     attempt(launcher.launch_known, known, options, *call())
@@ -1044,7 +1013,7 @@ print("done")
 
 
 def test_types_without_the_exchange_api(run_on_fake_driver):
-    """None of them is read; an older table of the same library is found behind a newer one."""
+    """Types without the table are skipped; an older table of the same library is found behind a newer one."""
     out = run_on_fake_driver(
         MADE_UP_TENSORS
         + """

@@ -19,7 +19,7 @@ import deep_tile
 PACKAGE = Path(deep_tile.__file__).parent
 
 SIZES = {"config", "kinds", "problem", "walls"}
-"""What is asked and how it is done: numbers alone."""
+"""Problem and config: numbers alone."""
 
 CALL = SIZES | {"_launcher", "jit", "launches", "ops", "plan", "reference", "select", "settings", "tensors"}
 
@@ -69,14 +69,15 @@ MAY_IMPORT = {
     "reference": {"config", "kinds", "quantize"},
     "finishes": {"kinds", "ops", "tensors"},
     "options": {"config", "finishes"},
-    "operation": {"_launcher", "launches", "ops", "options", "tensors"},
-    "checks": CALL | {"finishes"},
+    "operation": {"_launcher", "kinds", "launches", "ops", "options", "tensors"},
+    "checks": CALL | {"finishes", "packed"},
     "parts": {"_launcher", "cast", "codegen", "config", "kinds", "params"},
     "thin": {"_launcher", "cast", "checks", "config", "finishes", "jit", "launches", "operation", "ops", "options"}
     | {"params", "parts", "select", "tensors"},
     "unpack": {
         "_launcher",
         "cast",
+        "codegen",
         "config",
         "kinds",
         "launches",
@@ -86,11 +87,12 @@ MAY_IMPORT = {
         "quantize",
         "select",
     },
-    "dense": CALL | {"checks", "finishes", "operation", "packed", "params", "thin", "unpack"},
+    "dense": CALL | {"checks", "codegen", "finishes", "operation", "packed", "params", "thin", "unpack"},
     "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params", "unpack"},
     "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
-    "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
-    "api": CALL | {"cast", "checks", "dense", "finishes", "grouped", "operation", "options", "wgrad"},
+    "gemm_cast": CALL | {"cast", "checks", "codegen", "dense", "finishes", "operation", "params", "quantize"},
+    "api": CALL
+    | {"cast", "checks", "dense", "finishes", "gemm_cast", "grouped", "linear", "operation", "options", "wgrad"},
     "linear": {
         "_launcher",
         "both",
@@ -98,6 +100,7 @@ MAY_IMPORT = {
         "checks",
         "config",
         "dense",
+        "kinds",
         "launches",
         "operation",
         "ops",
@@ -115,9 +118,10 @@ MAY_IMPORT = {
     | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
-    | {"options", "quantize", "replaceable", "tensors", "train"},
+    | {"kinds", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
     "compat": CALL
     | {
+        "checks",
         "codegen",
         "logits",
         "api",
@@ -142,10 +146,11 @@ MAY_IMPORT = {
     "discovery": set(),
     "__main__": {"tools"},
 }
-"""By module or package of deep_tile, which others it may import; "" is deep_tile/__init__.py, the public names."""
+"""For each module or package of deep_tile, the others that it may import; "" is deep_tile/__init__.py, the public
+names."""
 
 PURE = ("select.schedule", "select.defaults", "select.choose")
-"""Read neither the user's files nor variables: what `tune` found is passed in."""
+"""Modules that read no file and no variable of the user: results of `tune` are passed in."""
 
 WITH_TORCH = {
     "api",
@@ -157,6 +162,7 @@ WITH_TORCH = {
     "compat.deep_gemm",
     "compat.indexer",
     "compat.layouts",
+    "compat.process",
     "compat.scales",
     "dense",
     "distributed",
@@ -177,6 +183,7 @@ WITH_TORCH = {
     "integrations.transformers_weights",
     "integrations.vllm_experts",
     "integrations.vllm_linear",
+    "integrations.vllm_mxfp4",
     "integrations.vllm_passes",
     "launches",
     "linear",
@@ -238,8 +245,8 @@ ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
 OTHERS_PACKAGES = {"sglang", "transformers", "vllm"}
 """Imported by the functions that need them alone: deep_tile does without."""
 
-WITHIN_VLLM = {"integrations.vllm_experts", "integrations.vllm_linear", "integrations.vllm_passes"}
-"""Of classes that derive from vLLM's: imported once its plugin has been called."""
+WITHIN_VLLM = {f"integrations.vllm_{name}" for name in ("experts", "linear", "mxfp4", "passes")}
+"""Modules with subclasses of vLLM's: imported once vLLM has called its plugin."""
 
 
 class Edge(NamedTuple):
@@ -265,7 +272,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 @cache
 def imports(text: str) -> list[tuple[str, int, bool]]:
-    """Of a module's text: what each names, whole, the line, and whether it is in a function."""
+    """The imports of a module's text: full name, line, and whether inside a function."""
     return list(_imports(ast.parse(text), in_function=False))
 
 
@@ -286,7 +293,7 @@ def edges(package: Path) -> list[Edge]:
 
 
 def _imports(node: ast.AST, in_function: bool) -> Iterator[tuple[str, int, bool]]:
-    """(whole name, line, in a function) of what the children of a node import."""
+    """(full name, line, inside a function) of the imports below a node."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from ((alias.name, child.lineno, in_function) for alias in child.names)
@@ -302,7 +309,7 @@ def row(module: str) -> str:
 
 
 def violations(package: Path) -> list[str]:
-    """In words, what breaks the rules above."""
+    """Violations of the rules above, as text."""
     known = modules(package)
     found = [f"{module} has no row in MAY_IMPORT" for module in known if row(module) not in MAY_IMPORT]
     for edge in edges(package):

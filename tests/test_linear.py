@@ -45,7 +45,7 @@ def make_layer(shape: tuple[int, ...], n: int, device: str, dtype: torch.dtype =
 
 
 def in_turn(x, b, b_scale, **options) -> torch.Tensor:
-    """By the cast and the product."""
+    """The result of the cast, then the GEMM."""
     a, a_scale = per_token_cast_to_fp8(x.reshape(-1, x.shape[-1]))
     return fp8_gemm(a, a_scale, b, b_scale, **options).view(*x.shape[:-1], b.shape[0])
 
@@ -103,7 +103,7 @@ def test_a_wide_weight_is_quantised_on_the_way(device):
 
 @pytest.mark.parametrize("dtype", tensors.SCALE_DTYPES[1:], ids=str)
 def test_narrow_scales(device, dtype):
-    """In eager, as an op, in a gradient, and of an input that is quantised already."""
+    """In eager calls, as an op, in a gradient, and with an input that is quantised already."""
     x, b, b_scale, _ = make_layer((7, 200), 130, device)
     narrow = b_scale.to(dtype)
     wide, a = narrow.float(), per_token_cast_to_fp8(x)
@@ -160,7 +160,8 @@ def test_small_magnitudes_and_nan(device):
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize(("shape", "n"), [((2, 5, 208), 130), ((3, 9), 17), ((40,), 24)], ids=str)
 def test_gradients_of_quantised_weights(device, shape, n, dtype):
-    """That of x is a product in FP8: bit for bit, of the smallest gradients too, and near that of the dequantised."""
+    """The gradient of x is an FP8 GEMM: right bit for bit, also for the smallest gradients, and near the dequantised
+    one."""
     x, b, b_scale, bias = make_layer(shape, n, device, dtype)
     x.requires_grad_(), bias.requires_grad_()
     out = fp8_linear(x, b, b_scale, bias)
@@ -263,7 +264,7 @@ def bad_calls(device: str):
 
 @pytest.mark.parametrize("number", range(28))
 def test_bad_input_is_named(device, number):
-    """And leaves `out` as it was; the next good call works."""
+    """`out` stays as it was, and the next good call works."""
     change, kind, message = list(bad_calls(device))[number]
     x, b, b_scale, bias = make_layer((5, 208), 130, device)
     out = torch.full((5, 130), 3.0, dtype=x.dtype, device=device)
@@ -317,7 +318,7 @@ def test_layers_in_a_row():
 
 @pytest.mark.gpu
 def test_streams_and_threads():
-    """Each has a workspace of its own; the results are those of calls one by one."""
+    """Each has its own workspace; results equal those of single calls."""
     n, k, streams = 1536, 2048, 6
     b, b_scale = quantize_weight(torch.randn(n, k, dtype=torch.bfloat16, device="cuda"))
     xs = [torch.randn(17 + 8 * i, k, dtype=torch.bfloat16, device="cuda") for i in range(streams)]

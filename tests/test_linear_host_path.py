@@ -1,13 +1,12 @@
-"""The way of a call of `fp8_linear` through the host, without a GPU: what is launched, where its operands are.
+"""The host path of `fp8_linear`, without a GPU: what is launched, and where its operands are.
 
-As test_host_path.py: CPU tensors pass for GPU tensors, and fake_driver.c is the driver.
+See pretending.py: CPU tensors pass for GPU tensors, and fake_driver.c is the driver.
 """
 
 import re
 
 import pytest
-from test_host_path import WITHOUT_DLPACK, run_pretending  # noqa: F401
-from test_launcher import fake_driver  # noqa: F401
+from pretending import EITHER_WAY
 
 from deep_tile import params
 
@@ -29,19 +28,21 @@ layer = {"x": x, "b": b, "b_scale": b_scale}
 
 
 @pytest.fixture
-def run(run_pretending):  # noqa: F811
-    """Runs code that knows all of SETUP; what it shows, and the kernels launched, with an argument `of`."""
+def run(run_pretending):
+    """Run code after SETUP. Returns the lines that it showed and the launched kernels, whose argument is `of`."""
     return lambda code, of=params.GEMM: run_pretending(SETUP + code, of)
 
 
-def test_second_call_is_one_call_into_c(run):
-    shown, launched = run("for _ in range(3): attempt(fp8_linear, **layer)")
-    assert shown == ["prepare_launch prepare_launch launch", "launch_known", "launch_known"]
+@EITHER_WAY
+@pytest.mark.parametrize("more", ["", ", bias=bias"])
+def test_second_call_is_one_call_into_c(run, setup, path, more):
+    shown, launched = run(f"{setup}for _ in range(3): attempt(fp8_linear, **layer{more})")
+    assert shown == ["prepare_launch prepare_launch launch", path, path]
     assert len(launched) == 6
 
 
 def test_operands_are_parts_of_the_workspace(run):
-    """Both kernels launch programmatically, and the product may request its weights before the cast has ended."""
+    """Both kernels launch programmatically, and the GEMM may request its weights before the cast has ended."""
     code = """
 kept = []
 allocate = linear._workspace
@@ -98,7 +99,7 @@ show(len(kept()) <= linear._MOST_KEPT)
 
 @pytest.mark.parametrize("odd", ["FakeTensorMode().from_tensor(x)", "x.as_subclass(Subclass)"])
 def test_odd_inputs_leave_no_trace(run, odd):
-    """Whether they are refused or taken, later calls take the shortest way, in a plain workspace."""
+    """Whether such inputs are refused or taken, later calls are known, with a plain workspace."""
     shown, launched = run(f"""
 from torch._subclasses.fake_tensor import FakeTensorMode
 class Subclass(torch.Tensor): pass
@@ -175,12 +176,6 @@ show(exponents.data_ptr())
 """)
     assert shown[:2] == ["prepare_launch prepare_launch launch", "launch"]
     assert int(shown[2]) not in [launch.params["b_scale"] for launch in launched[1::2]]
-
-
-def test_second_call_without_dlpack(run):
-    shown, launched = run(WITHOUT_DLPACK + "for _ in range(3): attempt(fp8_linear, **layer, bias=bias)")
-    assert shown == ["prepare_launch prepare_launch launch", "launch", "launch"]
-    assert len(launched) == 6
 
 
 def test_a_bias_that_does_not_fit_launches_nothing(run):

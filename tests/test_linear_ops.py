@@ -27,7 +27,7 @@ def device(request) -> str:
 )
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_serves_every_m(device, backend):
-    """Two layers and what is between them, without a break; a first call fixes no m."""
+    """Two layers and the code between them, without a graph break. The first call fixes no m."""
     _, *first, _ = make_layer((1, 208), 144, device)
     _, *second, bias = make_layer((1, 144), 130, device)
 
@@ -46,7 +46,7 @@ def test_one_graph_serves_every_m(device, backend):
 
 
 def test_out_and_shared_casts(device):
-    """What is written to, and what is quantised once for two layers."""
+    """Layers that write to `out`, and two layers that share a cast."""
     _, b, b_scale, bias = make_layer((1, 208), 130, device)
 
     def model(x, out):
@@ -91,7 +91,7 @@ def test_gradients_under_compile(device, wide):
 )
 @pytest.mark.parametrize("wide", [False, True], ids=["quantised weight", "wide weight"])
 def test_selective_checkpoints(device, monkeypatch, wide, policy, forwards):
-    """Twice in a row, since the first forward of a thread may allocate what the second does not."""
+    """Twice in a row, since a thread's first forward may allocate what the second does not."""
     x, b, b_scale, bias = make_layer((5, 208), 208, device)
     if wide:
         b, b_scale = torch.randn(208, 208, dtype=torch.bfloat16, device=device), None

@@ -1,4 +1,4 @@
-"""Functions where torch's calls are watched: under dispatch modes and tracers they are their ops, of which all is seen.
+"""Functions under dispatch modes and tracers: a call is its op, all of which torch sees.
 
 `CALLS` are right calls of every function that has an op, or is made of torch's; test_ops_gpu.py makes them on a GPU.
 """
@@ -29,7 +29,7 @@ M, N, K = 6, 64, 256
 
 
 class Call(NamedTuple):
-    """A call whose results are defined throughout; `flops` of its product, None of what is not one op alone."""
+    """A call whose results are defined everywhere. `flops` are those of its GEMM; None if it is not one op alone."""
 
     function: Callable
     arguments: tuple
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
     @staticmethod
     def into(name: str, a, b, d: torch.Tensor, *rest, **keywords) -> "Call":
-        """Of DeepGEMM's name, for which `d` is returned."""
+        """A call of DeepGEMM's name that returns `d`."""
 
         def call(a, b, d, *rest, **keywords) -> torch.Tensor:
             getattr(deep_gemm, name)(a, b, d, *rest, **keywords)
@@ -55,7 +55,7 @@ class Call(NamedTuple):
         return tensors_in((self.arguments, self.keywords))
 
     def made(self, make: Callable[[torch.Tensor], torch.Tensor]) -> "Call":
-        """The same call of other tensors."""
+        """The same call with other tensors."""
         arguments, keywords = pytree.tree_map_only(torch.Tensor, make, (self.arguments, self.keywords))
         return self._replace(arguments=arguments, keywords=keywords)
 
@@ -78,7 +78,7 @@ def tensors_in(tree: object) -> list[torch.Tensor]:
 
 @cache
 def calls(m: int = M) -> dict[str, Call]:
-    """Of m rows, an even number, by what they are. Drawn once, and on the CPU; calls write to clones."""
+    """Calls by name, with m rows, an even number. They are drawn once, on the CPU; tests call with clones."""
     of, into = Call.of, Call.into
     x, w, wide = torch.randn(m, K).bfloat16(), torch.randn(N, K), torch.randn(N, K).bfloat16()
     (a, a_scale), (b, b_scale) = deep_tile.per_token_cast_to_fp8(x), deep_tile.per_block_cast_to_fp8(w)
@@ -173,7 +173,7 @@ ONE_OP = [name for name, call in calls().items() if call.flops is not None or "t
 
 
 def on(device: str, name: str, m: int = M) -> Call:
-    """With tensors of its own, in the strides that they had."""
+    """The call with its own tensors on a device, at the same strides."""
 
     def copy(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
@@ -211,7 +211,7 @@ class Watching(TorchDispatchMode):
 
     @property
     def ops(self) -> list[tuple]:
-        """Of the package, with what each was given."""
+        """Calls of the package's ops, with their arguments."""
         return [call for call in self.calls if call[0].namespace == "deep_tile"]
 
 
@@ -219,7 +219,7 @@ class Watching(TorchDispatchMode):
 
 
 def check_modes(name: str, device: str) -> None:
-    """Each of two modes sees the op and nothing beside it, and a counter its operations."""
+    """Both modes see the op and nothing else, and a counter sees its operations."""
     call, wanted = on(device, name), on(device, name)()
     with Watching() as outer, Watching() as inner, FlopCounterMode(display=False) as counter:
         results = call()
@@ -238,7 +238,7 @@ def check_tracer(name: str, device: str, trace: Callable[[Callable, list], Calla
 
 
 def check_compiled(name: str, device: str) -> None:
-    """One graph serves every number of rows and gives what eager calls give, strides too."""
+    """One graph serves every number of rows and returns eager's values and strides."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(calls()[name].function, backend=counter, fullgraph=True, dynamic=True)
@@ -253,7 +253,7 @@ def check_compiled(name: str, device: str) -> None:
 
 
 def op_of(name: str, device: str) -> tuple:
-    """The op that a call is, and what it is given: tensors of its own."""
+    """A call's op, and its arguments with tensors of their own."""
     with Watching() as mode:
         on(device, name)()
     op, arguments, keywords = mode.ops[-1]
@@ -295,7 +295,7 @@ def test_compiled_as_eager(name):
 
 @pytest.mark.parametrize("name", ONE_OP)
 def test_opcheck(name):
-    """But for its test_schema, which compares FP8 tensors: torch has no such kernel on the CPU. On a GPU it runs."""
+    """Without test_schema, which compares FP8 tensors: torch has no such kernel on the CPU. test_ops_gpu.py runs it."""
     for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
         torch.library.opcheck(*op_of(name, "cpu"), test_utils=test)
 
@@ -317,7 +317,7 @@ def test_ops_write_to_their_targets_alone(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_fakes_and_meta_tensors_give_layouts(name):
-    """As real ones have them. Also where real tensors are among fakes, if the mode takes these."""
+    """Layouts equal those of real tensors, also where real tensors are among fakes, if the mode takes these."""
     call, wanted = on("cpu", name), layouts(on("cpu", name)())
     meta = call.made(lambda x: x.to("meta"))()
     assert layouts(meta) == wanted and all(x.is_meta for x in meta)
@@ -343,7 +343,7 @@ def test_plans_are_ops_too():
 
 
 def test_gradients_are_counted():
-    """Of `gemm` both by its op; of `fp8_linear` by torch's products, also where the forward pass was not watched."""
+    """Gradients of `gemm` by its op; of `fp8_linear` by torch's GEMMs, also if the forward pass was not watched."""
     _, (x, wide), *_ = calls()["gemm"]
     b, b_scale = calls()["fp8_gemm"].arguments[2:]
     wide = wide.clone().requires_grad_()
@@ -358,7 +358,7 @@ def test_gradients_are_counted():
 
 
 def test_gradients_that_an_op_would_lose_are_refused():
-    """A transform of torch.func passes by what ops know of gradients."""
+    """Transforms of torch.func bypass an op's autograd."""
     b, b_scale = calls()["fp8_gemm"].arguments[2:]
 
     def loss(x):
@@ -374,7 +374,7 @@ def test_a_config_is_refused():
 
 
 def test_who_watches_is_asked_alike(monkeypatch):
-    """By the one call of C, if torch has what that takes, and of torch itself."""
+    """One call of C answers, if torch has what it needs, else torch itself."""
     assert ops._watches is ops._launcher.is_watched
     monkeypatch.setattr(torch._C, "__file__", "/nowhere")
     assert ops._find_watch() is ops._is_watched
@@ -416,7 +416,7 @@ ONLY_ALLOCATING = {"scale_layout": "means nothing where a scale is given"}
 
 @pytest.mark.parametrize("name", sorted({*discovery.OPS} - WITHOUT_FUNCTION))
 def test_an_op_has_its_functions_arguments(name):
-    """With their defaults; documented exceptions are those above."""
+    """The defaults are equal. Documented exceptions are listed above."""
     function = inspect.signature(getattr(deep_tile, ANOTHER_FUNCTION.get(name, name))).parameters
     packet = getattr(OPS, name)
     for which in packet.overloads():
@@ -434,7 +434,7 @@ def test_an_op_has_its_functions_arguments(name):
 
 
 def test_every_op_is_listed_with_its_module():
-    """In a process that has met none: each is found by its name alone."""
+    """A fresh process finds each op by its name."""
     code = "import torch, deep_tile\nfor name in {names}: print(*getattr(torch.ops.deep_tile, name).overloads())"
     names = sorted(discovery.OPS)
     subprocess.run([sys.executable, "-c", code.format(names=names)], check=True)
@@ -448,7 +448,7 @@ def test_every_op_is_listed_with_its_module():
     "first", ["torch", "deep_tile", "torch; torch.ops.deep_tile", "importlib.util; importlib.util.find_spec('torch')"]
 )
 def test_importing_deep_tile_is_enough(first):
-    """For ops and their formulas, in whichever order the two are imported; and it costs nothing until they are used."""
+    """Ops and their formulas are there, in whichever order the two are imported, at no cost before their use."""
     code = f"""
 import sys
 import {first}
@@ -474,14 +474,14 @@ except AttributeError as error:
 # ---- gradients
 
 OF_WEIGHTS = ("per_block_cast_to_fp8", "quantize_weight", "cast_weight")
-"""Which are cast without a gradient."""
+"""Casts of weights, which have no gradient but take trained weights."""
 
 
 @pytest.mark.parametrize(
     "name", [name for name in ONE_OP if not name.startswith(("gemm", "fp8_linear", "transpose", *OF_WEIGHTS))]
 )
 def test_no_gradient_is_dropped(name):
-    """Of whichever tensor, targets among them, by the function, by its op, under a mode and of fakes."""
+    """Each tensor, targets included, may require the gradient: by the function, its op, under a mode and with fakes."""
     op, arguments, keywords = op_of(name, "cpu")
     given = {argument.name: x for argument, x in zip(op._schema.arguments, arguments, strict=False)} | keywords
     for key, x in given.items():

@@ -108,7 +108,7 @@ def test_state_dict_round_trip(layer):
 @pytest.mark.parametrize("scale_name", ["weight_scale_inv", "weight_scale"])
 @pytest.mark.parametrize("dtype", tensors.SCALE_DTYPES, ids=str)
 def test_checkpoints(layer, assign, scale_name, dtype):
-    """Dense weights, either name of the scale, each of its dtypes; into a layer that had no memory."""
+    """Dense weights, with either name of the scale and each of its dtypes, loaded into a layer without memory."""
     scale = layer.weight_scale_inv.to(dtype)
     state = {"weight": layer.weight.contiguous(), scale_name: scale, "bias": layer.bias.data}
     with torch.device("meta"):
@@ -120,7 +120,7 @@ def test_checkpoints(layer, assign, scale_name, dtype):
 
 
 def test_state_dicts_are_dense(layer, tmp_path):
-    """As files of tensors want them; those that keep the parameters have them as they are."""
+    """Files need dense tensors; a state dict with parameters keeps theirs."""
     state = torch.nn.Sequential(layer).state_dict()
     assert all(x.is_contiguous() for x in state.values())
     assert torch.equal(state["0.weight"].float(), layer.weight.float())
@@ -148,7 +148,7 @@ def set_attribute(layer: nn.Linear, name: str, x: torch.Tensor) -> None:
 
 
 def set_by_hook(layer: nn.Linear, name: str, x: torch.Tensor) -> None:
-    """As what offloads layers does: right before the call, and gone after it."""
+    """A hook sets the weight right before the call and removes it after, as offloading does."""
     kept = layer._parameters[name]
     set_parameter(layer, name, torch.empty_like(x, device="meta"))
     layer.register_forward_pre_hook(lambda *_: set_parameter(layer, name, x))
@@ -168,7 +168,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("how", [set_parameter, set_data, set_attribute, set_by_hook])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_that_somebody_sets(layer, how, layout):
-    """The result and the gradient are right; what converts the layer mends it for good; state that was set stays."""
+    """Results and gradients are right. Conversions repair the layer for good, and state that was set stays."""
     x = draw(layer, 5).requires_grad_()
     expected = layer(x)
     (of_x,) = torch.autograd.grad(expected.sum(), x)
@@ -186,7 +186,7 @@ def test_weights_that_somebody_sets(layer, how, layout):
 
 
 def test_another_weight_is_refused(layer):
-    """As tying it to an embedding leaves it; and an input that a model has cast as it."""
+    """A tied embedding leaves such a weight; an input cast to the weight's dtype is refused as well."""
     x = draw(layer, 5)
     set_parameter(layer, "weight", torch.randn(layer.weight.shape, device=x.device).bfloat16())
     with pytest.raises(TypeError, match="weight has become torch.bfloat16.*Leave the layer out of replace_linears"):
@@ -239,7 +239,7 @@ def test_weights_that_do_not_fit(change, kind, message):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_layers_of_other_formats(device, name):
-    """Are those of `to_blocks`, and checkpoints of them of this format."""
+    """Weights are those of `to_blocks`; checkpoints hold this format."""
     weight, scale, arguments, _ = draw_weight(name, (130, 96), device)
     layer = nn.Linear.from_fp8(weight, scale, max_error=1, **arguments, batch_invariant=True)
     b, b_scale, report = deep_tile.to_blocks(weight, scale, max_error=1, **arguments)
@@ -253,7 +253,7 @@ def test_layers_of_other_formats(device, name):
 
 
 def test_gradients_pass_a_frozen_layer(device):
-    """As an adapter beside it needs them."""
+    """An adapter beside the layer needs them."""
     layer = nn.Linear(256, 128, device=device, dtype=torch.bfloat16)
     down, up = (torch.nn.Linear(*sizes, bias=False, device=device).bfloat16() for sizes in ((256, 8), (8, 128)))
     x = draw(layer, 4, 6).requires_grad_()
@@ -349,7 +349,7 @@ def test_precompile_model_finds_experts(monkeypatch, how):
 
 
 def test_nothing_compiles_after_it():
-    """And while that is forbidden, a kernel that is not ready is named, with the remedy, in every thread."""
+    """With compilation forbidden, a missing kernel is named with the remedy, in every thread."""
     model = torch.nn.Sequential(nn.Linear(512, 256, device="meta"))
     made = deep_tile.precompile_model(model, 8)
     assert made.configs and made.compiled <= len(made.configs) + len(nn.cast.all_kernels())

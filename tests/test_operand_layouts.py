@@ -39,7 +39,7 @@ ASSEMBLY = {
     r'asm\("mov\.u32 %0, %%cluster_ctarank': "rank = host_rank;",
     r"asm(?: volatile)?\(": ";",
 }
-"""What stands for an instruction that begins so; the last of them for all others, which do nothing here."""
+"""Replacements of instructions by their prefixes. The last one, for all others, does nothing."""
 
 PROGRAM = """
 #include "host_warp.h"
@@ -129,7 +129,7 @@ TILES = (
     *({"block_m": 128, "block_n": 192, "cluster_m": 2}, {"block_m": 128, "block_n": 256, "cluster_n": 2}),
     *({"block_m": 256, "block_n": 128, "cluster_n": 2}, {"block_m": 256, "block_n": 112, "cluster_m": 2}),
 )
-"""Boxes of `b` of 128, 64 and 32 bytes, alone, shared, and several K blocks of each."""
+"""Boxes of `b` of 128, 64 and 32 bytes, alone and shared, with several K blocks each."""
 
 CONFIGS = [
     GemmConfig(**tile, stages=2, store_buffers=1, kind=("bf16", "fp16")[number % 2], layout=layout)
@@ -157,7 +157,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """For products too small to share."""
+    """GEMMs here are too small to share among threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -165,8 +165,8 @@ def one_thread():
 
 
 class Trace(NamedTuple):
-    """Of one stage: bytes that are announced; (smem, map, inner, outer, both) of each request; of each math warpgroup
-    (a, b, accumulate) of its WGMMAs, the descriptors as 64 bits."""
+    """One stage's requests: announced bytes; (smem, map, inner, outer, both) of each request; for each math warpgroup
+    (a, b, accumulate) of its WGMMAs, with 64-bit descriptors."""
 
     announced: int
     requests: list[tuple[int, ...]]
@@ -193,32 +193,36 @@ def trace(library, config, argument, rank, tile, alone) -> Trace:
     raise AssertionError("no end")
 
 
-# What TMA and WGMMA do.
+# TMA and WGMMA.
 
 
 def swizzled(address: np.ndarray, span: int) -> np.ndarray:
-    """Where a byte is: 16-byte pieces are mixed with the 128-byte rows that they are in."""
+    """The swizzled place of a byte: 16-byte pieces move within their 128-byte row."""
     return address ^ ((address >> 7) % (span // 16) << 4)
 
 
 @cache
 def box_of(layout: params.MapLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns of the bytes of a box, in order."""
+    """Rows and columns of a box's bytes, in order."""
     return np.divmod(np.arange(layout.box[0] * layout.box[1]), layout.box[0])
 
 
 def copy(smem: np.ndarray, at: int, memory: np.ndarray, layout: params.MapLayout, inner: int, outer: int) -> int:
-    """Brings a box; zeros for what is beyond the tensor. Returns its bytes."""
-    assert at % (8 * layout.swizzle_bytes) == 0 and layout.box[0] == layout.swizzle_bytes
+    """Copy a box, with zeros beyond the tensor. Returns its bytes.
+
+    Rows of a box narrower than the swizzle lie as far apart as the swizzle is wide. The PTX ISA does not say so; an
+    H100 does it.
+    """
+    assert at % (8 * layout.swizzle_bytes) == 0 and layout.box[0] <= layout.swizzle_bytes
     y, x = box_of(layout)
     inside = (inner + x < layout.sizes[0]) & (outer + y < layout.sizes[1])
     source = np.where(inside, (outer + y) * layout.strides_bytes[0] + inner + x, 0)
-    smem[swizzled(at + np.arange(len(x)), layout.swizzle_bytes)] = np.where(inside, memory[source], 0)
+    smem[swizzled(at + y * layout.swizzle_bytes + x, layout.swizzle_bytes)] = np.where(inside, memory[source], 0)
     return len(x)
 
 
 def read(smem: np.ndarray, descriptor: int, rows: int, along_rows: bool) -> np.ndarray:
-    """An operand of one WGMMA, [rows, 16] of 16 bits: "Canonical Layouts", "Strides"."""
+    """Read an operand of one WGMMA, [rows, 16] of 16 bits: "Canonical Layouts", "Strides"."""
     start, leading, stride = (((descriptor >> bit) % 2**14) << 4 for bit in (0, 16, 32))
     assert (descriptor >> 49) % 8 == 0, "base offset"
     span = {1: 128, 2: 64, 3: 32}[descriptor >> 62]
@@ -257,7 +261,7 @@ def memory_of(x: torch.Tensor) -> np.ndarray:
 
 
 def make_operands(config: GemmConfig, m: int, n: int, k: int) -> Given:
-    """With spare elements between what is adjacent."""
+    """Operands with spare elements between adjacent rows or columns."""
     majors, dtype = LAYOUTS[config.layout], getattr(torch, config.product.a.dtype)
 
     def made(rows: int, major: str) -> torch.Tensor:
@@ -270,7 +274,7 @@ def make_operands(config: GemmConfig, m: int, n: int, k: int) -> Given:
 
 
 def multiply_tile(library, config: GemmConfig, given: Given, m: int, n: int, alone: bool) -> list[torch.Tensor]:
-    """The tile that begins at [m, n], of each block of its cluster, whose tiles follow: sums in float64."""
+    """Multiply the tile at [m, n] and those of the cluster's other blocks, which follow it: sums in float64."""
     k = given.a.shape[1]
     problem = GemmProblem(
         *(given.a.shape[0], given.b.shape[0], k), kind=config.kind, output=config.output, layout=config.layout
@@ -318,7 +322,7 @@ def add_products(config: GemmConfig, smem: np.ndarray, one: Trace, sums: torch.T
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_operands_meet(library, config):
-    """In tiles in the middle and at the ends, and in clusters' that lie beyond the matrix; K ends within a block."""
+    """Tiles in the middle and at the edges, and tiles of clusters beyond the matrix. K ends within a block."""
     tile_m, tile_n = config.block_m * config.cluster_m, config.block_n * config.cluster_n
     for m, n, k in ((tile_m + 9, tile_n + 13, config.block_k + 37), (3, 5, 2)):
         given = make_operands(config, m, n, k)

@@ -1,4 +1,4 @@
-"""What follows from the description of an operation, shown by toy_operation.py."""
+"""What the description of an operation yields, shown by toy_operation.py."""
 
 import random
 import re
@@ -7,8 +7,6 @@ from pathlib import Path
 import operations_table
 import pytest
 import torch
-from test_host_path import run_pretending  # noqa: F401
-from test_launcher import fake_driver  # noqa: F401
 from toy_operation import ROW_SUMS, row_sums
 
 from deep_tile import operation
@@ -16,7 +14,7 @@ from deep_tile.operation import OPERATIONS, Described
 
 
 def drawn(source: random.Random, operation: Described) -> tuple:
-    """Tensors of a right call, but what is written to: sizes and dtypes follow from the description."""
+    """Inputs of a right call: sizes and dtypes follow from the description."""
     sizes = {size: source.randint(0, 9) for arg in operation.args for size in arg.shape.split()}
     inputs = [arg for place, arg in enumerate(operation.args) if place not in operation._outs]
     return tuple(torch.ones([sizes[size] for size in arg.shape.split()], dtype=arg.dtypes[0]) for arg in inputs)
@@ -72,7 +70,7 @@ def test_wrong_calls_are_refused(given, error, text):
         row_sums(x, out, num_sms=num_sms)
 
 
-def test_a_second_call_is_one_call_into_c(run_pretending):  # noqa: F811
+def test_a_second_call_is_one_call_into_c(run_pretending):
     shown, _ = run_pretending(
         """
 from toy_operation import ROW_SUMS, row_sums
@@ -97,9 +95,9 @@ STEPS = {
     "not loaded": (r"except launches\.NotLoaded", {"linear"}),
     "op": (r"ops\.Op\(|ops\.register\(", {"dense", "linear"}),
 }
-"""Of a call's life, what a module's text has that does one by itself, and which do beside operation.py: a plan of `api`
-is one launch; `fp8_linear` has a workspace, and calls products of pairs; `fp8_gemm_cast` may be two calls; ops of
-gradients are of two operations; `unpack` is a step of calls, which have been checked."""
+"""For each step of a call, a pattern of modules that do it themselves, and those that may beside operation.py: a plan
+of `api` is one launch; `fp8_linear` has a workspace, and multiplies pairs; `fp8_gemm_cast` may be two calls; two
+operations have ops of gradients; `unpack` is a step of calls that have been checked."""
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -1,4 +1,4 @@
-"""torch.ops.deep_tile on the CPU: what torch.compile, torch.export and others make of the package's functions."""
+"""torch.ops.deep_tile on the CPU: torch.compile, torch.export and others trace the package's functions."""
 
 import io
 import re
@@ -44,12 +44,12 @@ def fresh_compiler():
 
 
 def operands(m: int, n: int = N, k: int = 304) -> list[torch.Tensor]:
-    """Without the buffers around them: a graph is tied to the sizes of those, too."""
+    """Operands without buffers around them: a graph depends on those buffers' sizes, too."""
     return [x.clone(memory_format=torch.contiguous_format) for x in make_operands(m, n, k)]
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """In values and in strides."""
+    """Whether values and strides are equal."""
     values = [z.contiguous().view(torch.uint8) for z in (x, y)]
     return x.dtype == y.dtype and torch.equal(*values) and x.stride() == y.stride()
 
@@ -71,7 +71,7 @@ def layer(x: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tens
 
 @pytest.mark.parametrize("how", [{"backend": "aot_eager"}, {"mode": "reduce-overhead"}], ids=["aot_eager", "inductor"])
 def test_a_layer_is_one_graph_for_every_m(how):
-    """Also where k needs padding. With inductor, which checks the strides that the fakes promised, as code."""
+    """Also where k needs padding. inductor asserts the strides that the fakes promised."""
     b, b_scale = per_block_cast_to_fp8(torch.randn(N, K))
     fast = torch.compile(layer, fullgraph=True, **how)
     for m in TOKENS:
@@ -83,7 +83,7 @@ def test_a_layer_is_one_graph_for_every_m(how):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_out_is_written_to(backend):
-    """Also where it is a slice, and what lies beside it stays as it was."""
+    """Also where `out` is a slice, whose surroundings stay as they were."""
 
     def into(a, a_scale, b, b_scale, out):
         assert fp8_gemm(a, a_scale, b, b_scale, out) is out
@@ -186,7 +186,7 @@ def test_supports_is_traced():
 
 
 def test_gradients_pass_beside_a_product():
-    """In one graph with its backward."""
+    """Both are in one graph with its backward pass."""
     b, b_scale = per_block_cast_to_fp8(torch.randn(K, K))
 
     def loss(x, w):
@@ -214,7 +214,7 @@ class Layer(torch.nn.Module):
 
 
 def exported(module: torch.nn.Module, strict: bool = False) -> torch.export.ExportedProgram:
-    """For every number of tokens, zero and one included."""
+    """Export for every number of tokens, zero and one included."""
     return torch.export.export(
         module, (torch.randn(4, K),), dynamic_shapes=({0: torch.export.Dim("m")},), strict=strict
     )
@@ -271,7 +271,7 @@ def fakes(given: list[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]
     ids=str,
 )
 def test_fake_casts_are_like_real_ones(shape, layout):
-    """In everything but the strides of dimensions that take no step."""
+    """Layouts are equal but for strides of dimensions of one element."""
     x = torch.randn(shape).bfloat16()
     calls = [(per_token_cast_to_fp8, OPS.per_token_cast_to_fp8, {"scale_layout": layout})]
     if x.dim() == 2 and layout == "row":
@@ -318,7 +318,7 @@ WRONG_CASTS = {
 
 
 def check_refused_alike(function, op, given: dict, change) -> None:
-    """By the function, by the op, by the op's fake and under torch.compile."""
+    """The function, its op, the op's fake and torch.compile refuse alike."""
     wrong = given | change(given)
     with pytest.raises((TypeError, ValueError)) as raised:
         function(**wrong)
@@ -417,7 +417,8 @@ def test_an_unknown_layout_is_refused_alike():
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_compiling_warns_of_nothing():
-    """By dynamo, of casts, products and layers that train: it warned of cached functions, and of autocast's query."""
+    """dynamo warned of cached functions, and of the query for autocast: here it compiles casts, GEMMs and layers that
+    train."""
     layer = train.Linear(128, 128)
     compiled = torch.compile(
         lambda x: layer(dequantize(*per_token_cast_to_fp8(x)) * x), fullgraph=True, backend="eager"
@@ -436,7 +437,7 @@ def test_eager_calls_pass_no_op():
 
 
 def test_an_op_that_runs_while_something_is_traced_does_its_work(monkeypatch):
-    """And does not call itself: torch.export runs some with real tensors."""
+    """The op does not call itself: torch.export runs some with real tensors."""
     given, x = operands(5), torch.randn(5, K)
     wanted = fp8_gemm(*given), *per_token_cast_to_fp8(x), *per_block_cast_to_fp8(x)
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
@@ -446,7 +447,7 @@ def test_an_op_that_runs_while_something_is_traced_does_its_work(monkeypatch):
 
 
 def test_importing_a_function_registers_its_op():
-    """And imports nothing of the compilers, whose import takes longer than torch's."""
+    """No compiler is imported, which takes longer than torch."""
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"

@@ -48,7 +48,7 @@ def test_a_compiled_product_writes_to_a_slice():
 
 
 def test_cuda_graphs_of_torch_compile_follow_what_they_are_given(weights):
-    """For each number of tokens the first call warms up, the second is recorded, others are replays of that."""
+    """For each number of tokens the first call warms up, the second is recorded, and later ones are replays."""
     precompile([(N, K, max(TOKENS))])
     fast = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for m in (*TOKENS, *TOKENS):
@@ -63,7 +63,7 @@ def test_cuda_graphs_of_torch_compile_follow_what_they_are_given(weights):
 
 
 def captured(function, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A CUDA graph of the function, called once before on the stream of the capture, and its result."""
+    """A CUDA graph of the function and its result. The function ran once before, on the capture's stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -134,7 +134,7 @@ def test_modes_see_ops(name):
 @pytest.mark.parametrize("tracer", ["make_fx, real", "make_fx, fake", "torch.jit.trace"])
 @pytest.mark.parametrize("name", CALLS)
 def test_tracers_see_ops(name, tracer):
-    """Also where the function has been called before, and would launch without a look at its tensors."""
+    """Also after a call that has made the launch known, which could bypass the tracer."""
     on("cuda", name)()
     check_tracer(name, "cuda", TRACERS[tracer])
 

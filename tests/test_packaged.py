@@ -1,4 +1,4 @@
-"""Kernels that travel with the package: found by what they are made of, before the cache, without any NVRTC."""
+"""Kernels in the package: found by source and options, before the cache, without any NVRTC."""
 
 import re
 import subprocess
@@ -131,7 +131,7 @@ def test_pack_wants_the_pinned_nvrtc_and_no_flaws(folder, monkeypatch, capsys):
 
 
 def test_kernels_of_another_nvrtc_serve(folder, monkeypatch, capsys):
-    """As those of a wheel do; one that spills is left out."""
+    """They serve as a wheel's kernels do; a kernel that spills is left out."""
     made, other = jit.compile_kernel(SOURCE, "answer"), SOURCE.replace("42", "43")
     spilling = made._replace(log=made.log.replace("0 bytes spill stores", "8 bytes spill stores"))
     monkeypatch.setattr(pack_other_nvrtc, "sources", lambda: {"answer": SOURCE, "other": other})
@@ -146,7 +146,7 @@ def test_kernels_of_another_nvrtc_serve(folder, monkeypatch, capsys):
 
 
 def test_wheels_are_tried_for_every_kernel_that_is_packed():
-    """By the script of the Makefile: of a checkout, which has none, it misses all."""
+    """The Makefile's script tries them; in a checkout, which has no packaged kernels, it misses all."""
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     script = re.search(r"define TRY_WHEEL\n(.*?)endef", makefile, re.DOTALL)[1]
     count = len(pack.default_sources())

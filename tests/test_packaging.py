@@ -1,4 +1,4 @@
-"""A wheel built from this tree: what is in it, what building it needs, and that it works where the tree is not."""
+"""A wheel built from this tree: its content, what its build needs, and that it works elsewhere."""
 
 import json
 import os
@@ -30,11 +30,11 @@ FOLDERS = ["benchmarks", "csrc", "deep_tile", "docs", "examples", "include", "te
 FILES = ["CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt"]
 SOURCES = [*FILES, "mkdocs.yml", "pyproject.toml", "setup.py", *FOLDERS]
 OLDEST_GLIBC = (2, 28)
-"""What torch's own wheels ask for, since 2.7."""
+"""The glibc that torch's wheels need since 2.7."""
 
 
 def copy_sources(destination: Path) -> None:
-    """What a fresh clone holds: nothing built."""
+    """Copy the files of a fresh clone, without anything built."""
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, destination / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -131,7 +131,7 @@ def test_a_python_without_gil_has_a_wheel_of_its_own(sources, tmp_path):
 
 
 def test_the_launcher_keeps_the_gil(tmp_path):
-    """By the branch that only a Python without one compiles, with its two names declared."""
+    """The branch for a Python without a GIL compiles, with its two names declared."""
     declared = tmp_path / "declared.h"
     declared.write_text(
         "#include <Python.h>\n#define Py_MOD_GIL_USED ((void *)0)\nint PyUnstable_Module_SetGIL(PyObject *, void *);\n"
@@ -178,7 +178,7 @@ def test_index_can_follow_every_link(wheel):
 
 
 def test_extension_loads_where_pytorch_does(installed):
-    """By the versions of glibc's functions that it asks for, wherever it was built."""
+    """The extension needs no newer versions of glibc's functions, wherever it was built."""
     extension = (installed / "deep_tile" / "_launcher.abi3.so").read_bytes()
     versions = [tuple(map(int, found)) for found in re.findall(rb"\0GLIBC_(\d+)\.(\d+)", extension)]
     assert versions and max(versions) <= OLDEST_GLIBC
@@ -241,7 +241,7 @@ INDEX = {
     "nvidia_cuda_nvrtc_cu12": dict.fromkeys(("12.6.77", "12.8.93", "12.9.86"), ()),
     "nvidia_cuda_nvrtc": dict.fromkeys(("13.0.88", "13.2.86"), ()),
 }
-"""Releases by package, each with what it requires: as far as the real ones matter to what pip does with ours."""
+"""Releases by package with their requirements, as far as these matter to how pip installs ours."""
 
 PYTORCHES = {
     "2.9.0+cu126": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.6.77",)),
@@ -250,7 +250,7 @@ PYTORCHES = {
     "2.10.0+cu129": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.9.86", "cuda-bindings==12.9.4")),
     "2.11.0": ("cu13", ("nvidia-cuda-nvrtc==13.0.88", "cuda-bindings>=13.0.3,<14")),
 }
-"""Releases of torch: our extra that goes with them, and what they pin of what it brings."""
+"""Releases of torch: our extra for each, and the versions that they pin."""
 
 
 def write_stub(folder: Path, name: str, version: str, requirements: tuple[str, ...]) -> Path:

@@ -1,4 +1,4 @@
-"""Weights of 4 bits: packed and back, what they become in FP8, and products with them on the CPU."""
+"""Weights of 4 bits: packing and its inverse, the FP8 that they become, and GEMMs with them on the CPU."""
 
 import pytest
 import torch
@@ -109,7 +109,7 @@ def test_int4_becomes_its_integers_and_each_rows_scale_that_of_a_k_block(columns
 
 
 def test_nibbles_of_integers_become_bytes_of_e4m3():
-    """By the kernel's arithmetic, four bytes at once."""
+    """The kernel's arithmetic converts four bytes at once."""
     codes = torch.arange(16, dtype=torch.uint8)
     weight = codes.view(-1, 2)[:, 0] | codes.view(-1, 2)[:, 1] << 4
     b = pack_weight(weight.repeat(16, 2), torch.ones(16, 1), format="int4_128")
@@ -236,7 +236,7 @@ def test_the_weight_is_unpacked_for_many_rows_alone(name):
 def test_kernels_of_large_products_are_made_ready_too(monkeypatch, name):
     loaded, unpacking = [], []
     monkeypatch.setattr(plan, "load_kernels", lambda configs, *_: loaded.extend(configs))
-    monkeypatch.setattr(kernels, "load_kernels", lambda device, workers, kernels: unpacking.extend(kernels))
+    monkeypatch.setattr(kernels, "load_kernels", lambda device, workers, kernels, *_: unpacking.extend(kernels))
     deep_tile.precompile([(2112, 7168, 4096)], kind=name)
     assert {config.kind for config in loaded} == {name, choose.in_fp8(GemmProblem(1, 16, 16, kind=name)).kind}
     assert unpacking == [kernels.UNPACK[name]]

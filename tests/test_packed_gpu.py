@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits on a GPU: bit for bit those of the FP8 weight, whatever the tile."""
+"""GEMMs with weights of 4 bits on a GPU: the bits of the FP8 weight's, with any tile."""
 
 import math
 
@@ -105,7 +105,7 @@ def unpacking(monkeypatch):
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_products_of_the_unpacked_weight_are_fp8s(unpacking, name, shape):
-    """By FP8's kernels, in a graph, too; those of a config are not."""
+    """FP8 kernels multiply them, in a graph, too. A given config stays with the packed weight."""
     m, n, k = shape
     b, wide = weights(name, (n, k))
     a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(m, k, device="cuda"))

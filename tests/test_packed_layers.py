@@ -1,4 +1,4 @@
-"""Layers of packed weights: what they compute, how they are moved, saved and loaded, and what they refuse."""
+"""Layers of packed weights: results, moving, saving, loading, refusals."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ each_format = pytest.mark.parametrize("name", PACKED)
 
 
 def drawn(name, shape):
-    """What `from_codes` takes, and keywords."""
+    """Positional and keyword arguments of `from_codes`."""
     weight, scale, arguments, _ = draw(NAMES_OF_PACKED[name], shape)
     return (weight, scale), arguments
 

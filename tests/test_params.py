@@ -1,29 +1,19 @@
-"""Kernels' arguments: the tables against a C compiler and cuda.h, what they refuse, and an operand more without C."""
+"""Kernels' arguments: the tables against a C compiler and cuda.h, refusals, and a further operand without C."""
 
 import random
 import re
-import struct
 import subprocess
 
 import pytest
-from test_launcher import (
-    COMPILER,
-    CUDA_INCLUDE,
-    GPU_MEMORY,
-    MADE_UP_TENSORS,
-    fake_driver,  # noqa: F401
-    params_of,
-    run_on_fake_driver,  # noqa: F401
-)
+from pretending import COMPILER, LETTERS, params_of, unpack
+from test_launcher import CUDA_INCLUDE, GPU_MEMORY, MADE_UP_TENSORS, run_on_fake_driver  # noqa: F401
 
 from deep_tile import jit, params, plan
 from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.kinds import QUANTIZED
 from deep_tile.params import Field, MapLayout, Params
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.select.defaults import default_configs
-
-LETTERS = {"int": "i", "unsigned": "I", "long long": "q", "float": "f"}
+from deep_tile.select.defaults import deepest_config, default_configs
 
 ODD = Params(
     "OddParams",
@@ -40,17 +30,6 @@ ODD = Params(
 TABLES = pytest.mark.parametrize(
     "table", [params.GEMM, params.CAST, params.CAST_OF_ROWS, params.COMBINE, params.SORT, ODD]
 )
-
-
-def unpack(table: Params, data: bytes) -> dict[str, int | float | bytes]:
-    """Every field's value by name; of tensor maps the bytes."""
-    values = {}
-    for field in table.fields:
-        at = table.offsets[field.name]
-        part = data[at : at + field.size]
-        letter = "Q" if field.is_pointer else LETTERS.get(field.type)
-        values[field.name] = part if letter is None else struct.unpack(letter, part)[0]
-    return values
 
 
 def some_values(table: Params) -> dict[str, int]:
@@ -74,7 +53,7 @@ def in_c(text: str) -> str:
 
 @TABLES
 def test_layout_is_the_compilers(table):
-    """Of every field; and the text asserts the size and the alignment."""
+    """The offset of every field. The text asserts size and alignment."""
     asserts = [
         f"_Static_assert(offsetof({table.name}, {field.name}) == {table.offsets[field.name]}, {field.name!r});\n"
         f"_Static_assert(sizeof((({table.name} *)0)->{field.name}) == {field.size}, {field.name!r});"
@@ -91,7 +70,7 @@ def test_layout_is_the_compilers(table):
 
 @TABLES
 def test_layout_is_nvrtcs(table):
-    """Which has no offsetof: the size stands for it, because all padding is spelt out."""
+    """NVRTC has no offsetof. The size stands for it, because the text spells out all padding."""
     kernel = f'{table.text}\nextern "C" __global__ void nothing(const __grid_constant__ {table.name} params) {{}}'
     jit.compile_kernel(kernel, "nothing")
     fields = [field for field in table.fields if not field.is_map]
@@ -224,7 +203,7 @@ OF_GROUPS = {"offs": GemmConfig(64, 32, 2, grouping="offs"), "counts": GemmConfi
     ids=str,
 )
 def test_tiles_that_a_kernel_cannot_count_are_refused(problem, config, columns):
-    """Each of the last number of columns that it can, and of one more."""
+    """Tiles up to the last number of columns that a kernel can count are taken, and one more is refused."""
     n = columns * config.block_n
     plan.pack_params(problem._replace(n=n), config, LAYOUT, early_b=False)
     with pytest.raises(ValueError, match=rf"n is {n + 1}, .* into {columns + 1} columns.*config with a larger block_n"):
@@ -238,7 +217,7 @@ def test_one_scale_further_is_not_reached():
 
 
 def test_the_furthest_scale_is_reached():
-    """The last element may be the last that 32 bits count; what is never multiplied may be any."""
+    """The last element may be the last that 32 bits count; values that are never multiplied may be any."""
     for m, k, strides in (
         (3, 7168, (2**29 - 28, 1)),
         (1, 7168, (2**40 + 5, 1)),
@@ -283,7 +262,7 @@ def test_parts_of_k_are_whole_runs():
 
 
 def test_tails_fit_their_boxes():
-    """Of every default config: the boxes of a last tile hold its rows, and there is one wherever a tile is not full."""
+    """For every default config the boxes of a last tile hold its rows, and each tile that is not full has one."""
     generator = random.Random(26)
     for config in (*default_configs(True), *default_configs(False)):
         for _ in range(20):
@@ -294,6 +273,17 @@ def test_tails_fit_their_boxes():
                 left = rows % tile_rows
                 assert (tail > 0) == (left > 0)
                 assert ceil_div(left, boxes) <= tail <= tile_rows // boxes or tail == left == 0
+
+
+@pytest.mark.parametrize(("m", "bytes_of_rows"), [(64, 0), (8, 16), (3, 16), (57, 0), (130, 16), (296, 80)])
+def test_the_last_box_of_an_m_major_operand_has_its_rows(m, bytes_of_rows):
+    """In TMA's 16 bytes, and half of K where two blocks share it."""
+    for sharers in (1, 2):
+        config = deepest_config(128, 128, cluster_n=sharers, kind="bf16", layout="tn")
+        problem = PROBLEM._replace(m=m, n=200, kind="bf16", layout="tn")
+        assert plan.operand_tails(problem, config) == (bytes_of_rows // 2, 0)
+        boxes = [found.box for _, name, found in plan.tensor_maps(problem, config, LAYOUT) if name == "a"]
+        assert boxes == [(128, 64 // sharers), *([(bytes_of_rows, 64 // sharers)] if bytes_of_rows else [])]
 
 
 @pytest.mark.parametrize(("rows", "tile_rows", "sharers"), [(-1, 64, 1), (95, 48, 3), (100, 20, 2)])

@@ -1,4 +1,4 @@
-"""Casts of the sizes, options and tolerances that other projects publish for theirs, as data.
+"""Casts with the sizes, options and tolerances that other projects publish for theirs, as data.
 
 Read in 2026, in vLLM's tests/kernels/quantization (test_block_fp8.py, test_per_token_group_quant.py and
 test_fp8_quant_group.py), in SGLang's python/sglang/test/test_block_fp8.py and in its sgl-kernel
@@ -17,11 +17,11 @@ from deep_tile import per_token_cast_to_fp8
 
 
 class Tolerance(NamedTuple):
-    """How far two casts may be apart.
+    """The permitted distance of two casts.
 
     Attributes:
         elements, scales: relative and absolute, as `torch.allclose` takes them; None where codes are counted.
-        share: of codes, that may differ by one; of at most 4096 elements eight times as many. No code by two.
+        share: share of codes that may differ by one, eight times as many of up to 4096 elements; none differs by two.
     """
 
     elements: tuple[float, float] | None
@@ -36,11 +36,11 @@ class Peer(NamedTuple):
     """A test of another project.
 
     Attributes:
-        name: of the project, and of the test.
-        shapes: of x.
-        dtypes: of x.
-        roundings: of the scale.
-        layouts: of the scale.
+        name: the project and the test.
+        shapes: shapes of x.
+        dtypes: dtypes of x.
+        roundings: the scale's rounding.
+        layouts: the scale's layouts.
         tolerance: between two casts.
         uniform: values are from 0 to 1; else they are normal, eight times as wide.
     """
@@ -91,13 +91,13 @@ SMALL = 1 << 18
 """Elements, at most, of a cast on a CPU."""
 
 AMAX_FLOOR = 1e-10
-"""Of all of them."""
+"""The lower bound of amax in all of these tests."""
 
 
 def reference(x, round_scale):
-    """In plain torch, as their tests have it, but for groups that are short, and for the division by 448: by a tensor,
-    since torch on a GPU multiplies with the reciprocal of a number. That is one rounding off, and some quotients of
-    millions, which lie halfway between two codes, go the other way."""
+    """The projects' own reference in plain torch, but for short groups, and with a division by a tensor: torch on a GPU
+    multiplies with the reciprocal of a number, one rounding off, so that some quotients of millions, halfway between
+    two codes, get the other code."""
     groups = F.pad(x.float(), (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
     amax = groups.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR)
     scale = amax / torch.full_like(amax, 448)
@@ -149,7 +149,7 @@ def test_as_close_as_peers_ask_on_a_gpu(peer):
 
 
 def test_scales_that_vllm_states():
-    """Of zeros the next power of two after 1e-10, which bounds its scales; of 672 everywhere, 2."""
+    """For zeros the scale is the next power of two above 1e-10, vLLM's lower bound; for 672 everywhere it is 2."""
     floor = 448 * 1e-10
     _, scale = per_token_cast_to_fp8(torch.zeros(4, 7168).bfloat16(), amax_floor=floor, round_scale="pow2")
     assert (scale.view(torch.int32) >> 23 == 94).all()

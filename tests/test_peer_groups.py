@@ -15,7 +15,7 @@ import torch
 from helpers import ACCUMULATION, Exact, Operands, assert_accurate, exact_product
 
 from deep_tile import fp8_grouped_wgrad
-from deep_tile.compat import deep_gemm
+from deep_tile.compat import deep_gemm, process
 from deep_tile.config import SCALE_BLOCK, round_up
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
@@ -26,7 +26,7 @@ REPEATS = 20
 """Calls that must have the same bits."""
 
 ROOM = 4096
-"""Rows of each group with rows of its own."""
+"""Rows that each group has room for."""
 
 WEIGHTS = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
 WEIGHTS_OF_2025 = ((4096, 7168), (7168, 2048))
@@ -53,7 +53,7 @@ HEADS = [(rows, 8, 1024, 4096) for rows in (4, 32, 128, 4096, 8192)]
 
 
 def sized(cases: list[tuple[int, ...]], small: Callable[..., tuple[int, ...]]) -> list:
-    """All of them on a GPU, and each one's fraction on a CPU."""
+    """All sizes on a GPU, and a fraction of each on a CPU."""
     on_cpu = [("cpu", *case) for case in dict.fromkeys(small(*case) for case in cases)]
     return [*on_cpu, *(pytest.param("cuda", *case, marks=pytest.mark.gpu) for case in cases)]
 
@@ -78,7 +78,7 @@ def random():
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(deep_gemm, "_settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
     monkeypatch.setattr(deep_gemm, "_alignment", SCALE_BLOCK)
 
 
@@ -93,7 +93,7 @@ def cast_weights(groups: int, n: int, k: int, device: str, powers_of_two: bool =
 
 
 def stacked(cast: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """As bytes, since torch does not stack FP8 everywhere."""
+    """Stack tensors as bytes, since torch cannot stack FP8 everywhere."""
     codes, scales = zip(*cast, strict=True)
     return torch.stack([x.view(torch.uint8) for x in codes]).view(torch.float8_e4m3fn), torch.stack(scales)
 
@@ -104,7 +104,7 @@ def group_after_group(codes: torch.Tensor, places: list[slice]) -> torch.Tensor:
 
 
 def check_groups(x, a, w, b, out, rows: list[tuple[int, int]]) -> None:
-    """Each group's rows, which begin and end there, in `x`, `a` and `out` [rows, ...]."""
+    """Check each group's rows, from its begin to its end, in `x`, `a` and `out` [rows, ...]."""
     for group, (begin, end) in enumerate(rows):
         wanted = x[begin:end].float() @ w[group].float().t()
         assert deep_gemm.calc_diff(out[begin:end], wanted) < TOLERANCE
@@ -145,7 +145,7 @@ def test_contiguous(random, device, groups, mean, n, k, by_ends):
 @pytest.mark.parametrize("by_ends", [False, True], ids=["rows of their own", "by ends"])
 @pytest.mark.parametrize(("device", "groups", "mean", "n", "k"), sized(MASKED, small_rows))
 def test_masked(random, device, groups, mean, n, k, by_ends):
-    """By ends, the same rows one group after the other."""
+    """Groups with rows of their own, and the same rows one group after the other, by ends."""
     sizes, expected = spread(random, groups, mean), int(1.2 * mean)
     room = ROOM if device == "cuda" else 2 * mean
     begins = [group * room for group in range(groups)]
@@ -175,7 +175,7 @@ def test_masked(random, device, groups, mean, n, k, by_ends):
 
 
 def variants(random: Random, ks: list[int]) -> list[list[int]]:
-    """All groups; some without any k, the first among them; one alone."""
+    """All groups; some with an empty k, the first among them; a single group."""
     some = [0 if random.random() < 0.25 else k for k in ks]
     some[0], some[-1] = 0, ks[-1]
     return [ks, some, [k if group == len(ks) // 2 else 0 for group, k in enumerate(ks)]]
@@ -183,7 +183,7 @@ def variants(random: Random, ks: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("device", "groups", "m", "n", "mean"), sized(GRADIENTS, small_gradients))
 def test_gradients(random, device, groups, m, n, mean):
-    """By its name, group after group, and by one launch of `fp8_grouped_wgrad`."""
+    """Gradients by DeepGEMM's name, group after group, and by one launch of `fp8_grouped_wgrad`."""
     for ks in variants(random, spread(random, groups, mean)):
         begins = list(accumulate((round_up(k, SCALE_BLOCK) for k in ks), initial=0))
         places = [slice(*ends) for ends in zip(begins, begins[1:], strict=False)]

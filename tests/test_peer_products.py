@@ -26,11 +26,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Tolerance(NamedTuple):
-    """Between a product and that of what its operands stand for.
+    """The permitted distance of a product from that of its operands' values.
 
     Attributes:
-        relative, absolute: of elements, as `torch.allclose` takes them.
-        cosine: of both as vectors, at least; also with the product of what was quantised.
+        relative, absolute: tolerances of elements, as `torch.allclose` takes them.
+        cosine: least cosine of both as vectors, also with the product of the unquantised values.
     """
 
     relative: float = 0.0
@@ -45,14 +45,14 @@ class Peer(NamedTuple):
     """A test of torch's.
 
     Attributes:
-        name: of the test.
+        name: the test's name.
         sizes: m, n and k.
-        recipes: of scales of a and b.
-        values: of a and b, names in `VALUES`.
+        recipes: the scales' recipes of a and b.
+        values: the values of a and b, names in `VALUES`.
         scales: "of data": a block's largest number becomes the format's; "ones but two": but for the first of a and the
             last of b, which are 0.25; or a number each for a and b, whose values are taken as they are.
-        tolerances: by format of the result.
-        formats: of a and b.
+        tolerances: tolerances by the result's format.
+        formats: formats of a and b.
         bias: None; "normal", of the result's format; or a number.
         fast: values of `use_fast_accum`.
     """
@@ -131,9 +131,9 @@ class Quantized(NamedTuple):
     """A matrix [rows, k].
 
     Attributes:
-        codes, scale: of FP8, and what they are multiplied with, by torch's layout for `recipe`.
-        values: what they stand for.
-        before: what was quantised.
+        codes, scale: FP8 codes and their scale, in torch's layout for `recipe`.
+        values: the values of the codes.
+        before: the unquantised values.
     """
 
     codes: torch.Tensor
@@ -247,7 +247,7 @@ GROUPS, M, N, K = 4, 16, 32, 64
 
 
 class Grouped(NamedTuple):
-    """Each group's operands."""
+    """The operands of each group."""
 
     a: list[torch.Tensor]
     a_scale: list[torch.Tensor]
@@ -256,8 +256,8 @@ class Grouped(NamedTuple):
 
 
 def grouped(along: str, strided: bool, empty: bool, device: str) -> Grouped:
-    """Groups along k, along rows of a or of b, or each in a matrix of its own; the first may be empty, and the second
-    twice as large."""
+    """Groups along k, along rows of a or b, or with matrices of their own. The first may be empty, and the second twice
+    as large."""
     step = 1 + strided
     ends = [K * (i + 1) if along == "k" else (M if along == "a" else N) * (i + 1) for i in range(GROUPS)]
     if empty:
@@ -307,8 +307,7 @@ def test_each_group_with_scales_of_rows(along, empty, strided, fast, device):
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 def test_groups_of_rows_in_one_launch(along, empty, fast, device):
-    """Those of torch's cases whose groups are of rows, or matrices of their own; groups along k and of columns are
-    left to torch."""
+    """Torch's cases with groups of rows or with matrices of their own; other groups are left to torch."""
     parts = grouped(along, False, empty, device)
     join = torch.cat if along == "a" else torch.stack
     a = join([x.view(torch.uint8) for x in parts.a]).view(E4M3)

@@ -1,4 +1,4 @@
-"""The model of the kernel's synchronisation (protocol.py): that all configs keep to it, and that faults are found.
+"""The model of the kernel's synchronisation (protocol.py): all configs keep to it, and faults are found.
 
     python tests/test_protocol.py --sweep
 
@@ -74,7 +74,7 @@ def launch(case: Case, **options: bool | int) -> Launch:
 def of_rows(
     config: GemmConfig, sizes: Sequence[int], n: int, k: int, num_sms: int, launch: type[Launch] = Launch, **options
 ) -> Launch:
-    """Groups of so many rows, one after the other, or with rows of their own."""
+    """Groups of as many rows, one after the other, or with rows of their own."""
     room, ends = max(sizes) + 3, list(accumulate(sizes))
     ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     if config.by_counts:
@@ -87,7 +87,7 @@ def of_rows(
 def along_k(
     config: GemmConfig, lengths: Sequence[int], m: int, n: int, num_sms: int, launch: type[Launch] = Launch, **options
 ) -> Launch:
-    """Groups of so much of K, which begin at whole K blocks."""
+    """Groups along K of these lengths, which begin at whole K blocks."""
     begins = list(accumulate((round_up(length, 128) for length in lengths), initial=0))
     ranges = [(begin, begin + length) for begin, length in zip(begins, lengths, strict=False)]
     problem = GemmProblem(m, n, max(1, begins[-1]), num_sms, groups=Groups("k_offs", len(lengths), 1))
@@ -98,7 +98,7 @@ GRADIENTS = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs"}
 
 
 def runs_k(config: GemmConfig) -> int:
-    """K of one run of scales in each block's part."""
+    """K with one run of scales in each block's part."""
     return 128 * config.scales_at_once * config.split_k
 
 
@@ -135,7 +135,7 @@ FAMILIES = {
     "packed b, two warpgroups": Case(GemmConfig(128, 64, 2, b_stages=2, kind="mxfp4"), 128, 64, 256, 1),
     "two chunks without scales": Case(GemmConfig(128, 256, 2, kind="fp8_rows_promoted"), 128, 512, 384, 1),
 }
-"""A product of each kind of kernel that is small enough for all of its states to be visited."""
+"""A GEMM for each kind of kernel, small enough for all of its states to be visited."""
 
 GROUP_FAMILIES = {
     "groups of rows": of_rows(GemmConfig(64, 16, 2, grouping="offs"), (3, 0, 70), 16, 256, 1),
@@ -148,7 +148,7 @@ GROUP_FAMILIES = {
     "along K, added": along_k(GemmConfig(64, 16, 2, **GRADIENTS, accumulate=True), (0, 128, 0, 300), 50, 16, 1),
     "along K, clusters, no K": along_k(GemmConfig(64, 16, 2, 2, 1, **GRADIENTS), (0,), 64, 16, 2),
 }
-"""The same with groups: odd numbers of tiles in clusters, groups that are empty, blocks without tiles."""
+"""The same with groups: odd numbers of tiles in clusters, empty groups, blocks without tiles."""
 
 LARGEST = ("split K", "split K, a part without K", "multicast of b", "multicast of a")
 """Ten seconds each."""
@@ -170,7 +170,7 @@ def test_every_state_of_small_groups(launched):
 
 @pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
 def test_every_state_where_scales_are_read_in_runs(case):
-    """Of as little K as that takes, and one tile where a cluster shares the work: more has too many states."""
+    """K is the least that runs need, with one tile where a cluster shares the work: more has too many states."""
     config = case.config
     b_stages = config.b_stages and round_up(config.b_stages, config.scales_at_once)
     config = replace(config, b_stages=b_stages)
@@ -180,13 +180,14 @@ def test_every_state_where_scales_are_read_in_runs(case):
 
 
 def states(case: Case, machine: Machine) -> float:
-    """How many there are, all of them visited; of the LARGEST where model or prover changed, else "very many"."""
+    """The number of states, all visited. That of the LARGEST is counted if model or prover changed, else "very
+    many"."""
     is_large = case in [FAMILIES[name] for name in LARGEST]
     return math.inf if is_large and not changes.may_have_changed(*MODEL) else explore(machine, limit=300_000)
 
 
 def some(configs: Sequence[GemmConfig]) -> Sequence[GemmConfig]:
-    """All where anything changed that a proof depends on, else every third."""
+    """All items if anything changed that a proof depends on, else every third."""
     return configs if changes.may_have_changed(*MODEL, *CONFIGS) else configs[::3]
 
 
@@ -217,7 +218,7 @@ def grouped_launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
 
 
 def launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
-    """A product of little and one of much K: several tiles for each block, the last of which overhang the matrix."""
+    """A GEMM with a small and one with a large K: several tiles per block, of which the last overhang the matrix."""
     if config.is_grouped:
         yield from grouped_launches(config, warps)
         return
@@ -247,7 +248,7 @@ def test_every_order_of_every_default_config(tma_store):
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_every_order_of_packed_configs(kind):
-    """Of warps one by one, and of those that act alike."""
+    """Warps one by one, and warps that act alike as one."""
     every = (*default_configs(True, kind), *grouped_configs("offs", kind=kind), *grouped_configs("counts", kind=kind))
     for number, config in enumerate(some(every[::2])):
         for launched in launches(config, warps=1 if number % 2 else 4):
@@ -286,7 +287,7 @@ def test_tiles_of_all_blocks_cover_the_matrix_once():
 
 
 def test_every_order_of_legal_configs():
-    """Of some; `--sweep` takes them all."""
+    """Some legal configs; `--sweep` takes all."""
     source = random.Random(25)
     for config in some(source.sample(sorted(legal_configs(), key=lambda config: config.name), 100)):
         for launched in launches(config, warps=4):
@@ -295,7 +296,7 @@ def test_every_order_of_legal_configs():
 
 @cache
 def legal_configs() -> list[GemmConfig]:
-    """Of all tiles, with 2 to 6 stages and as many as fit, and whatever else there is to choose."""
+    """All tiles with 2 to 6 stages and as many as fit, with every other choice."""
     clusters = [((1, 1), split_k) for split_k in (1, 2, 4, 8)] + [((2, 1), 1), ((1, 2), 1)]
     options = [
         *({"scale_blocks": scale_blocks} for scale_blocks in (1, 2, 4)),
@@ -321,7 +322,7 @@ def legal_configs() -> list[GemmConfig]:
     return found
 
 
-# What goes wrong is found.
+# Faults.
 
 
 def altered(config: GemmConfig, **changes: int | bool) -> GemmConfig:
@@ -353,7 +354,7 @@ def with_more(operation: Operation, more: dict[str, int]) -> Operation:
 
 
 def once(kind: type, barrier: str, **more: int) -> Callable[[list[Operation]], list[Operation]]:
-    """The first operation of this kind at the barrier, with so much more of something."""
+    """Change the first operation of this kind at the barrier."""
 
     def change(operations: list[Operation]) -> list[Operation]:
         place = next(i for i, operation in enumerate(operations) if is_at(operation, kind, barrier))
@@ -368,13 +369,13 @@ def always(kind: type, barrier: str, **more: int) -> Callable[[list[Operation]],
 
 
 def without_drain(operations: list[Operation]) -> list[Operation]:
-    """Of an operands' warp that multicasts: the last round of waits."""
+    """Leave out the last round of waits of a multicasting operands' warp."""
     stages = {operation.barrier for operation in operations if is_at(operation, Wait, "empty")}
     return operations[: -len(stages)]
 
 
 def released_before(group: str, barrier: str) -> Callable[[list[Operation]], list[Operation]]:
-    """Each arrival at the barrier goes before the join that it is to come after."""
+    """Move each arrival at the barrier before the join that it must follow."""
 
     def change(operations: list[Operation]) -> list[Operation]:
         changed: list[Operation] = []
@@ -388,7 +389,7 @@ def released_before(group: str, barrier: str) -> Callable[[list[Operation]], lis
 
 
 class WithoutOverhang(Launch):
-    """A block leaves out tiles that lie beyond the matrix, though its peer awaits its half of what they share."""
+    """A block skips tiles beyond the matrix, though its peer awaits its half of the operand that they share."""
 
     def block(self, cluster: int, rank: int) -> Block:
         block = super().block(cluster, rank)
@@ -423,7 +424,7 @@ class WithoutZeros(Launch):
 
 
 class WithoutLastTile(Launch):
-    """As if the grid were not made for all tiles."""
+    """A grid that is too small for all tiles."""
 
     def block(self, cluster: int, rank: int) -> Block:
         block = super().block(cluster, rank)
@@ -562,7 +563,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("seeded", FAULTS.values(), ids=[f"{name}: {seeded.kind}" for name, seeded in FAULTS.items()])
 def test_seeded_faults_are_found(seeded):
-    """By the proof, and by an order that shows it."""
+    """The proof finds them, and so does an order of steps."""
     with pytest.raises(Fault) as proof:
         prove(seeded.launch.machine(0, seeded.change))
     assert proof.value.kind == seeded.kind
@@ -619,7 +620,7 @@ SMALLEST = (
 
 
 def distorted(operations: list[Operation], source: random.Random) -> list[Operation]:
-    """With one operation left out, done twice, or done after the next one."""
+    """A program with one operation left out, done twice, or swapped with the next one."""
     place = source.randrange(len(operations) - 1)
     before, (one, other), after = operations[:place], operations[place : place + 2], operations[place + 2 :]
     middle = source.choice(([other], [one, one, other], [other, one]))
@@ -649,7 +650,7 @@ def test_the_proof_refuses_whatever_goes_wrong_in_some_order(family):
     assert any(found) and not all(found)
 
 
-# The model is that of this kernel.
+# The model against the kernel's headers.
 
 SYNCHRONIZING_CALLS = {
     "bar_arrive": 6,
@@ -686,7 +687,7 @@ of accumulate.cuh, which gives a stage back when all but the latest group have e
 
 
 def test_the_kernel_synchronizes_where_the_model_does():
-    """Where this fails, somebody has changed how warps meet: tests/protocol.py has to follow, then these numbers."""
+    """A failure means that the kernel's synchronisation has changed: adapt tests/protocol.py, then these counts."""
     streaming = {"formats", "quantize", "sort"}
     others = streaming | {"memory", "ptx", "pipeline", "watch"}  # the operations themselves, the debug build
     others |= {"keys", "logits", "terms", "thin"}  # main loops with models of their own, and one without
@@ -707,7 +708,7 @@ def test_the_kernel_synchronizes_where_the_model_does():
 
 
 def sweep() -> int:
-    """Of all legal configs: how many keep to the protocol; prints those that do not."""
+    """Prove all legal configs. Returns how many keep to the protocol, and prints the others."""
     begin, wrong, steps = time.monotonic(), 0, 0
     for number, config in enumerate(legal_configs(), start=1):
         try:

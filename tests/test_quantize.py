@@ -51,7 +51,7 @@ def codes(x):
 
 
 def assert_same(got, wanted):
-    """The same elements and scales, bit for bit, NaN of any kind as one."""
+    """Assert equal elements and scales, bit for bit; any NaN equals any other."""
     assert torch.equal(codes(got[0]), codes(wanted[0]))
     torch.testing.assert_close(got[1], wanted[1], rtol=0, atol=0, equal_nan=True)
 
@@ -74,12 +74,12 @@ POWERS_OF_TWO = [2.0**exponent for exponent in range(-126, 128)]
 
 
 def smallest_power_of_two(amax):
-    """That is no smaller than a 448th: found by trying. All numbers are exact in float64."""
+    """The smallest power of two >= amax / 448, found by trying. All numbers are exact in float64."""
     return next(power for power in POWERS_OF_TWO if 448 * power >= amax)
 
 
 def nearest_e4m3(x):
-    """By distance to every code; of two as near, the even one."""
+    """The nearest code by distance to every code; of two equally near, the even one."""
     magnitudes = torch.arange(0x7F, dtype=torch.uint8).view(FP8_DTYPE).double().numpy()
     above = np.searchsorted(magnitudes, np.abs(x, dtype=np.float64)).clip(1, 0x7E)
     distances = [np.abs(np.abs(x, dtype=np.float64) - magnitudes[code]) for code in (above - 1, above)]
@@ -88,7 +88,7 @@ def nearest_e4m3(x):
 
 
 def wide_matrix(rows, k, dtype):
-    """All magnitudes that `dtype` has, subnormal ones too, zeros of both signs, and blocks of nothing but zeros."""
+    """All magnitudes of `dtype`, subnormal numbers, zeros of both signs, and blocks of zeros."""
     info = torch.finfo(dtype if dtype != torch.float64 else torch.float32)
     low, high = np.log2(info.smallest_normal * info.eps) - 1, np.log2(info.max)
     groups = torch.empty(rows, k // 128 + 1).uniform_(low, high).repeat_interleave(128, 1)[:, :k]
@@ -129,7 +129,7 @@ def test_pow2_scale_is_decided_exactly(exact):
 
 @CASTS
 def test_reciprocal_differs_in_last_bits(cast):
-    """Many scales, by a unit of FP32, and of a thousand elements of BFloat16 one or two, by one code."""
+    """Many scales differ by one FP32 unit, and one or two of a thousand BFloat16 elements by one code."""
     x = torch.randn(1024, 1024).bfloat16()
     (divided, scale), (multiplied, other_scale) = (cast(x, exact=exact) for exact in ("divide", "reciprocal"))
     apart = (scale.view(torch.int32) - other_scale.view(torch.int32)).abs()
@@ -180,7 +180,7 @@ LEADING = [(), (0,), (1,), (6,), (2, 3), (1, 5), (5, 1), (2, 3, 2), (2, 0, 3), (
 @pytest.mark.parametrize("layout", ["row", "m", "m_aligned"])
 @pytest.mark.parametrize("k", [300, 384])
 def test_leading_dimensions_count_as_one(leading, layout, k):
-    """Whatever their number: elements and scales are those of the matrix, whose scale is not copied to flatten it."""
+    """Elements and scales equal those of the flat matrix, and no scale is copied to flatten it."""
     m = int(np.prod(leading))
     x = random_matrix(m, k).view(*leading, k)
     expected, expected_scale = per_token_cast_to_fp8(x.view(m, k), scale_layout=layout)
@@ -193,7 +193,7 @@ def test_leading_dimensions_count_as_one(leading, layout, k):
 
 
 def test_leading_dimensions_that_are_no_view_of_one():
-    """Of x they are copied; out and scale_out take what a view can flatten."""
+    """Such an x is copied; out and scale_out must be flattened by a view."""
     x = random_matrix(60, 300).view(3, 4, 5, 300)
     for source in (x[:, :2], x.transpose(0, 1), x[..., ::2], x[:, :, :1].expand(3, 4, 5, 300)):
         contiguous = source.contiguous()
@@ -215,7 +215,7 @@ def test_rows_of_out_begin_where_products_take_them(cast, k):
 
 
 def test_dequantize_expands_e8m0_exactly():
-    """All of its values but NaN, down to 2**-127, which FP32 holds as a subnormal number."""
+    """All values but NaN, down to 2**-127, a subnormal number of FP32."""
     scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)[:, None]
     x = torch.tensor([[1.0, -0.5, 448.0]]).expand(256, 3).to(FP8_DTYPE)
     powers = torch.tensor([2.0**exponent for exponent in range(-127, 128)], dtype=torch.float64)[:, None]
@@ -226,7 +226,7 @@ def test_dequantize_expands_e8m0_exactly():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dequantize_widens_scales_exactly(dtype):
-    """All of their values, subnormal ones included."""
+    """All values, subnormal ones included."""
     scale = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)[:, None]
     x = torch.tensor([[1.0, -0.5]]).expand(2**16, 2).to(FP8_DTYPE)
     assert torch.equal(dequantize(x, scale).nan_to_num(7), (x.double() * scale.double()).float().nan_to_num(7))
@@ -268,17 +268,19 @@ EACH_KERNEL = pytest.mark.parametrize("kernel", kernels.all_kernels(), ids=lambd
 
 @pytest.fixture(scope="session")
 def compiled(made_once):
-    """By kernel, and in the cache."""
+    """Compiled kernels by name, and in the cache."""
 
-    def compile_all():
-        made = {}
-        for kernel in kernels.all_kernels():
-            source = streaming_source(kernel)
-            made[kernel] = jit.compile_kernel(source, kernel.name)
-            jit.store_cubin(source, made[kernel].cubin)
-        return made
+    return made_once("streaming_kernels", lambda: compile_all(kernels.all_kernels()))
 
-    return made_once("streaming_kernels", compile_all)
+
+def compile_all(kernels):
+    """Compile memory-bound kernels into the cache. Returns the results by kernel."""
+    made = {}
+    for kernel in kernels:
+        source = streaming_source(kernel)
+        made[kernel] = jit.compile_kernel(source, kernel.name)
+        jit.store_cubin(source, made[kernel].cubin)
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -366,7 +368,7 @@ def test_dequantize_refuses(x, scale, block, error, message):
 
 
 def cast_error(name, x, options):
-    """Of a cast by name, relatively: what is left of x."""
+    """The relative error of a cast, by its name."""
     if name == "silu_mul":
         gate_up = torch.cat((torch.full_like(x, 88), x / 88), -1)  # silu(88) is 88
         codes_, scale = silu_mul_cast_to_fp8(gate_up, **options)

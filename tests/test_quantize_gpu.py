@@ -30,7 +30,7 @@ SHAPES = [
 
 
 def random_matrix(m, k, dtype=torch.bfloat16, seed=0):
-    """Magnitudes from 1e-4 to 1e4: all of e4m3's range occurs in every block, zeros of both signs too."""
+    """Magnitudes from 1e-4 to 1e4, so that e4m3's whole range occurs in every block, and zeros of both signs."""
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(m, k, generator=generator, device="cuda")
     x *= 10 ** (8 * torch.rand(m, k, generator=generator, device="cuda") - 4)
@@ -39,7 +39,7 @@ def random_matrix(m, k, dtype=torch.bfloat16, seed=0):
 
 
 def forget(monkeypatch) -> None:
-    """As if no cast had been launched."""
+    """Forget all launches of casts."""
     for operation in (quantize.TOKEN_CAST, quantize.BLOCK_CAST):
         monkeypatch.setattr(operation, "launches", {})
 
@@ -50,7 +50,7 @@ def codes(x):
 
 
 def assert_as_defined(cast, x, **options):
-    """The kernel's result is that of the CPU, which is the definition."""
+    """Assert that the kernel's result equals the CPU's, which is the definition."""
     quantized, scale = cast(x, **options)
     targets = {"out", "scale_out"}
     wanted, wanted_scale = cast(x.cpu(), **{name: options[name] for name in options if name not in targets})
@@ -72,7 +72,7 @@ def test_bits_are_the_definitions(cast, dtype, shape):
 @EACH_OPTION
 @pytest.mark.parametrize("amax_floor", [1e-4, 1e-10, 2.0**-80])
 def test_every_option_of_rounding(cast, dtype, options, amax_floor):
-    """Of ordinary values and of all magnitudes, among which groups of zeros, NaN and infinity."""
+    """Usual values and all magnitudes, with blocks of zeros, NaN and infinity."""
     assert_as_defined(cast, random_matrix(257, 1032, dtype), amax_floor=amax_floor, **options)
     x = wide_matrix(300, 1300, dtype)
     x[7, 300], x[140, 900], x[141, 1290] = float("nan"), float("inf"), float("-inf")
@@ -85,7 +85,7 @@ def test_every_option_of_rounding(cast, dtype, options, amax_floor):
 @EACH_OPTION
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_torch_computes_the_definition_on_a_gpu(cast, options, dtype):
-    """As it does on a CPU: there is one definition, wherever the kernel is not used."""
+    """Where the kernel is not used, torch computes the same definition as on a CPU."""
     x = wide_matrix(300, 1300, dtype).cuda()
     block_rows = 1 if cast is per_token_cast_to_fp8 else 128
     out, scale = (torch.empty_like(y) for y in cast(x, **options))
@@ -136,7 +136,7 @@ def test_leading_dimensions_that_are_no_view_of_one():
 
 @CASTS
 def test_padding_of_out_is_not_written(cast):
-    """Beside it lie bytes of a neighbour, such as what a caller keeps there."""
+    """The padding holds a neighbour's bytes."""
     x = random_matrix(130, 301)
     whole = torch.full((130, 304), 7.0, device="cuda").to(FP8_DTYPE)
     assert_as_defined(cast, x, out=whole[:, :301])
@@ -231,7 +231,7 @@ def test_largest_finite_values(cast):
 
 
 def test_every_bfloat16_over_every_kind_of_scale():
-    """All 65536 values, each in groups whose largest element differs: rounding at the midpoints between codes."""
+    """All 65536 values, in groups with different largest elements: rounding at the midpoints between codes."""
     values = torch.arange(65536, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     finite = values[values.isfinite()]
     finite = finite[torch.randperm(len(finite), generator=torch.Generator("cuda").manual_seed(1), device="cuda")]
@@ -275,7 +275,7 @@ def test_capture_refuses_a_kernel_that_is_not_loaded(monkeypatch):
 
 @CASTS
 def test_warm_cast_finds_its_launch(cast, monkeypatch):
-    """It is one call into C, and the kernel writes what it writes by the other ways."""
+    """The call is one call into C, and gives the same bytes as by the other ways."""
     x, y = random_matrix(130, 264), random_matrix(130, 264, seed=7)
     out, scale = cast(x)
     wanted, wanted_scale = cast(y.cpu())

@@ -1,4 +1,4 @@
-"""Models whose linears are replaced: what goes along, what is let be, and what is refused before anything changes."""
+"""Models whose linears are replaced: what is carried over, what stays, and what is refused before any change."""
 
 import copy
 import sys
@@ -15,7 +15,7 @@ Subclass = torch.nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 class Calls(torch.nn.Module):
-    """Calls its layers one after the other, and reads what is the same in FP8."""
+    """Calls its layers one after the other, and reads attributes that FP8 layers have, too."""
 
     def __init__(self, **layers: torch.nn.Module):
         super().__init__()
@@ -29,14 +29,14 @@ class Calls(torch.nn.Module):
 
 
 class Casts(Calls):
-    """As T5's feed-forward layer."""
+    """A cast to the weight's dtype, as in T5's feed-forward layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.wo(x.to(self.wo.weight.dtype))
 
 
 class Multiplies(Calls):
-    """In a method that forward calls, and a function inside it."""
+    """Multiplies by a layer's weight in a method that forward calls, and in a function inside it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.project(x)
@@ -84,7 +84,7 @@ def changed(change) -> Calls:
 
 
 def hooked(layer: torch.nn.Linear) -> None:
-    """As accelerate's add_hook_to_module leaves a layer."""
+    """A layer with a hook by accelerate's add_hook_to_module."""
     layer._hf_hook, layer._old_forward = SimpleNamespace(), layer.forward
     layer.forward = lambda x: layer._old_forward(x)
 
@@ -94,7 +94,7 @@ def pruned(layer: torch.nn.Linear) -> None:
 
 
 class Wrapped(torch.Tensor):
-    """As DTensor, and what packs weights."""
+    """A wrapped weight, as DTensor's and packed ones."""
 
 
 def wrapped(layer: torch.nn.Linear) -> None:
@@ -174,7 +174,7 @@ def test_options_are_tried_first(options, kind, message):
 
 
 def test_what_a_refusal_says_can_be_done():
-    """Its lambda leaves out what stands against the others."""
+    """The lambda in the message leaves out the layers that cannot be replaced."""
     model = Calls(**{f"block{i}": Casts(wi=linear(), wo=linear()) for i in range(5)}).eval()
     with pytest.raises(ValueError, match="and 2 more: Casts reads") as error:
         nn.replace_linears(model)
@@ -244,7 +244,7 @@ def test_encoders_without_their_fast_path():
 
 
 class Adapted(torch.nn.Module):
-    """As peft's layers are, and what trains a copy of a layer."""
+    """An adapter like peft's, which trains beside a layer."""
 
     adapter_layer_names = ("lora_A", "lora_B", "modules_to_save")
 
@@ -268,7 +268,7 @@ def test_adapters_stay_and_train():
 
 
 def test_training_is_said_to_be_of_the_rest(recwarn):
-    """Of weights that could have been trained; not of those that were frozen before."""
+    """The warning names weights that trained before, and none that were frozen."""
     frozen, model = Calls(last=linear().requires_grad_(False)).eval(), Calls(last=linear()).eval()
     for each in (frozen, model):
         nn.replace_linears(each)
@@ -280,7 +280,7 @@ def test_training_is_said_to_be_of_the_rest(recwarn):
 
 
 def test_wide_memory_is_freed_as_layers_are_replaced(monkeypatch):
-    """The peak is not that of both models."""
+    """The peak is below the memory of both models."""
     model, alive = Calls(**{f"layer{i}": linear() for i in range(4)}).eval(), []
     from_float = nn.Linear.from_float.__func__
 

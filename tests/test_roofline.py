@@ -247,7 +247,7 @@ def test_the_model_has_not_drifted_from_the_search(compared):
 
 
 def test_no_searched_kernel_is_faster_than_a_wall_lets_it_be():
-    """The most that was measured: 0.97 of the tensor rate, 0.90 of HBM's, 0.69 of L2's, 0.64 of shared memory's."""
+    """Highest measured shares: 0.97 of the tensor rate, 0.90 of HBM's, 0.69 of L2's, 0.64 of shared memory's."""
     tiles = {config.name: roofline.tile_of(config) for config in default_configs()}
     rates = {"intensity (L2)": H200.l2_shared_tbps, "intensity (shared memory)": H200.smem_tbps}
     for shape, times in predict.load_search().items():

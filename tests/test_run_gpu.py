@@ -40,7 +40,7 @@ MADE_UP = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, dict]:
-    """What run_tests says of each folder, asked in a process of its own."""
+    """The outcome of run_tests for each folder, in its own process."""
     folder = tmp_path_factory.mktemp("made_up")
     for name, text in MADE_UP.items():
         (folder / name).mkdir()
@@ -110,7 +110,7 @@ def test_a_missing_sanitizer_is_said(monkeypatch):
 
 
 def test_a_sanitizer_is_run_and_its_findings_fail(tmp_path, monkeypatch):
-    """With a stand-in that reports an error under racecheck alone."""
+    """A stand-in reports an error under racecheck alone."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(
         "#!/bin/sh\n"

@@ -1,4 +1,4 @@
-"""What sass.py knows of compiled kernels, without a GPU. That with its hints they compute the same, GPU tests show.
+"""sass.py on compiled kernels, without a GPU.
 
 That the default kernels' waits are known, and none is divergent, test_codegen.py shows.
 """
@@ -30,7 +30,7 @@ def kernel() -> tuple[bytes, bytes]:
 
 @pytest.fixture(scope="module")
 def listing(kernel, tmp_path_factory) -> tuple[list[str], list[str]]:
-    """Both as nvdisasm prints them."""
+    """nvdisasm's listings of the kernel without hints and with them."""
     plain, quick = (disassembly(cubin, tmp_path_factory.mktemp("code")) for cubin in kernel)
     return plain, quick
 
@@ -56,7 +56,8 @@ def test_only_hints_of_second_halves_change(kernel):
 
 
 def test_half_of_the_second_halves_yielded(kernel):
-    """What ptxas does, and the hints undo: if this fails with a newer NVRTC, measure whether they still help."""
+    """ptxas sets these yields, and the hints remove them. If this fails with a newer NVRTC, measure whether they still
+    help."""
     (code,) = sass.code_sections(kernel[0])
     words = memoryview(kernel[0])[code].cast("Q")
     second_halves = [i for run in sass._runs(words) for i in run[32:]]
@@ -64,7 +65,7 @@ def test_half_of_the_second_halves_yielded(kernel):
 
 
 def test_first_halves_yield_where_integers_are_promoted():
-    """Where none did: if this fails with a newer NVRTC, measure whether the hints still help."""
+    """ptxas sets none there. If this fails with a newer NVRTC, measure whether the hints still help."""
     config = deepest_config(256, 128, kind="int8", cluster_n=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sass, "quicken_promotion", bytes)
@@ -91,7 +92,7 @@ def test_the_program_is_the_same(listing):
 
 
 def test_all_code_is_found(kernel, listing, tmp_path):
-    """By `code_sections`, as nvdisasm finds it in the whole file; it gives jumps labels there."""
+    """`code_sections` finds what nvdisasm finds in the whole file, where jumps have labels."""
     (found,) = disassemblies(kernel[:1], tmp_path)
     for line, wanted in zip(found, listing[0], strict=True):
         assert line == wanted or "`(.L" in wanted and line.split()[:-2] == wanted.split()[:-2]

@@ -183,14 +183,14 @@ def test_choice_is_that_of_its_bucket(problem):
 )
 @settings(max_examples=60, deadline=None)
 def test_configs_for_are_those_that_some_m_is_given(n, k, max_m, num_sms, tma_store, what):
-    """Whether or not their choices are remembered: those of many m are made at once. Of an `a` along m an m has no room
-    for TMA's rows but in multiples of 8."""
+    """Choices of many m are made at once, remembered or not. For an `a` along m, TMA's rows fit multiples of 8 only."""
+    of_all = GemmProblem(1, n, k, num_sms, tma_store, **what)
     choose_bucket.cache_clear()
-    made = configs_for(n, k, max_m, num_sms, tma_store, **what)
+    made = configs_for(of_all, max_m)
     choose_bucket.cache_clear()
     chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store, **what)) for m in range(1, max_m + 1)}
-    assert set(made) == chosen and made == configs_for(n, k, max_m, num_sms, tma_store, **what)
-    covering = configs_for(n, k, max_m, num_sms, tma_store, **what)
+    assert set(made) == chosen and made == configs_for(of_all, max_m)
+    covering = configs_for(of_all, max_m)
     assert len(covering) == len(set(covering))
     # The last bucket reaches beyond max_m, but is one choice.
     assert set(covering) == chosen
@@ -198,12 +198,12 @@ def test_configs_for_are_those_that_some_m_is_given(n, k, max_m, num_sms, tma_st
 
 @pytest.mark.parametrize("kind", ["fp8", "bf16", "int8"])
 def test_choices_of_many_m_are_made_at_once(monkeypatch, kind):
-    """All but some close ones, and those that were measured."""
+    """Both ways agree but for some near ties and measured choices."""
     estimated = []
     estimate = choosing.estimate
     monkeypatch.setattr(choosing, "estimate", lambda *given: estimated.append(given) or estimate(*given))
     choose_bucket.cache_clear()
-    configs_for(12_288, 4_096, 8_192, 132, kind=kind)
+    configs_for(GemmProblem(1, 12_288, 4_096, kind=kind), 8_192)
     choose_bucket.cache_clear()
     assert len({problem.m for _, problem, _ in estimated}) < 40 and not choosing._foreseen
 
@@ -236,7 +236,7 @@ def test_default_configs_are_distinct_and_all_of_one_store(tma_store):
 
 
 def test_golden_choices():
-    """Of an H200; see the top of this file for how to write them anew."""
+    """Choices on an H200. The top of this file says how to write them anew."""
     assert golden_choices() == json.loads(GOLDEN.read_text())
 
 

@@ -1,5 +1,4 @@
-"""Sources stay short enough to be read: lines of the kernel's files and functions, and of the launcher in C. Tests
-measure no time."""
+"""Sources stay short: lines of the kernel's files and functions, and of the launcher in C. No test measures time."""
 
 import re
 from collections.abc import Iterator
@@ -15,11 +14,11 @@ HEADERS = sorted((ROOT / "include" / "deep_tile").glob("*.cuh"))
 HEADER_LINES, FUNCTION_LINES, LAUNCHER_LINES = 350, 50, 1000
 
 FOLLOWS = re.compile(r"\s*[{,]")
-"""What comes after the brace of a member's initial value, and not after a function's last one."""
+"""What follows the brace of a member's initial value but never a function's last one."""
 
 
 def functions(text: str) -> Iterator[tuple[str, int]]:
-    """Name and lines of each CUDA function, from the line with its `__device__` to that of its last brace."""
+    """Name and lines of each CUDA function, from its `__device__` to its last brace."""
     text = re.sub(r"//.*", "", text)
     for begin in (match.start() for match in re.finditer(r"\b__device__\b", text)):
         depth = {"(": 0, "{": 0}
@@ -73,7 +72,7 @@ class Class {
 
 
 def test_no_test_measures_time():
-    """What a busy machine decides is for benchmarks."""
+    """A busy machine decides them; benchmarks measure time."""
     clocks = re.compile(r"\btime\.(perf_counter|process_time|time)(_ns)?\(|\btimeit\b")
     assert len(TESTS) > 50
     assert not [path.name for path in TESTS if clocks.search(path.read_text())]

@@ -1,4 +1,4 @@
-"""The stress run without a GPU: which products it repeats, that it counts what differs, and how it ends."""
+"""The stress run without a GPU: the GEMMs that it repeats, the counts of those that differ, and its end."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ SPEC = Spec(config_named("64x64x256_s6_k2_b1"), 20, 24, 200, 8)
 CHAIN = SPEC._replace(pdl=True, chain=True)
 
 
-# Which products.
+# Draws.
 
 
 def waves_of(spec: Spec) -> int:
@@ -152,7 +152,7 @@ def pool() -> OperandPool:
 
 @pytest.fixture
 def damage(monkeypatch):
-    """Have products damaged by change(out, number), which counts from when this is called."""
+    """Damage products by change(out, number), where number counts calls from now on."""
     right = jobs.fp8_gemm
 
     def install(change):
@@ -219,8 +219,7 @@ def codes() -> fuzz_groups.Pool:
 
 
 def other_jobs(kernels, values, codes) -> Iterator[jobs.Job]:
-    """One of each kind, one whose sums are added to `out`, one of groups of gradients, and groups of rows of each
-    layout."""
+    """A job of each kind, one that adds to `out`, one of grouped gradients, and row groups of each layout."""
     random, limits = Random(4), Limits(m=60, n=80, k=300, out=1 << 12)
     configs = {(c.kind, c.by_k): c for c in kernels} | {"added": next(c for c in kernels if c.accumulate)}
     for config in configs.values():
@@ -233,7 +232,7 @@ def other_jobs(kernels, values, codes) -> Iterator[jobs.Job]:
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Have calls of other products followed by change(out)."""
+    """Let change(out) follow each call of other products."""
     right = {module: module.multiply for module in (fuzz_kinds, fuzz_groups)}
 
     def install(change):
@@ -380,7 +379,7 @@ def test_the_kernel_that_spins_compiles():
 
 
 class PretendedGraph:
-    """Replays nothing; notes what is done to it."""
+    """A graph that replays nothing and notes its calls."""
 
     def __init__(self, log: list[str]):
         self._log = log

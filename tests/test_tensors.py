@@ -1,4 +1,4 @@
-"""Which tensors C reads and which Python lets pass: the kinds of bad_calls.py, and those that are right."""
+"""Which tensors C reads, and which Python accepts: the kinds of bad_calls.py, and right ones."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ READABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
 class Subclass(torch.Tensor):
-    """Which changes nothing."""
+    """A subclass that changes nothing."""
 
 
 with torch.inference_mode():
@@ -49,7 +49,7 @@ def test_plain_tensors_are_read(x):
 
 @pytest.mark.parametrize("x", [SCALE.as_subclass(Subclass), torch.empty(0, 3), SCALE.to("meta")], ids=str)
 def test_some_are_left_to_python_and_pass(x):
-    """That meta tensors are on no GPU is another check's matter."""
+    """Another check refuses meta tensors, which are on no GPU."""
     assert not _launcher.reads(x)
     tensors.require_plain(x=x)
 
@@ -101,7 +101,7 @@ def test_transforms_of_torch_func(transform):
 
 
 def test_real_tensors_inside_of_fake_mode():
-    """Which takes none unless it is told to, as for any op of torch; a plan is not made of both."""
+    """The mode refuses them unless told otherwise, as for any op of torch. A plan does not mix both."""
     x = torch.ones(5, 300)
     out, scale_out = per_token_cast_to_fp8(x)
     for call in (
@@ -148,14 +148,14 @@ def test_dequantize_takes_what_torch_can_read():
 
 
 def with_gradient(name: str) -> dict[str, torch.Tensor]:
-    """Arguments of a product, of which one requires a gradient."""
+    """Arguments of a GEMM, one of which requires a gradient."""
     given = {**OPERANDS._asdict(), "out": torch.full((5, 130), 7, dtype=torch.bfloat16)}
     return given | {name: given[name].detach().requires_grad_()}
 
 
 @pytest.mark.parametrize("name", [*OPERANDS._fields, "out"])
 def test_a_product_that_requires_a_gradient_is_refused(name):
-    """Also after it was called without; never by leaving the gradient out."""
+    """Also after a call without a gradient: a gradient is never dropped."""
     given = with_gradient(name)
     planned = prepare(*OPERANDS)
     refused = pytest.raises(RuntimeError, match=rf"^{name} requires a gradient.*fp8_linear.*{name}\.detach\(\)")

@@ -7,18 +7,19 @@ import math
 
 import pytest
 import torch
+from test_quantize import compile_all
 
 import deep_tile
 from deep_tile import jit, parts
-from deep_tile.codegen import streaming_source
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 FP32_ERROR = 1e-6
-"""Of a product of FP32 weights as three terms, of its norm: 3e-7 at most in what was measured (H100, 2026-11-26)."""
+"""Relative error, by norm, with FP32 weights as three terms: at most 3e-7 was measured (H100, 2026-11-26)."""
 
 TWO_TERMS_ERROR = 1.2e-5
-"""Of two: 2.5e-6 of many numbers; of 10 by 15 in 3,000 draws up to 7.8e-6, 5 % of them beyond 4e-6."""
+"""The same with two terms: 2.5e-6 for many numbers; for 10 by 15 up to 7.8e-6 in 3,000 draws, of which 5 % exceed
+4e-6."""
 
 EACH_KERNEL = pytest.mark.parametrize("kernel", parts.all_kernels(), ids=lambda kernel: kernel.name)
 
@@ -111,7 +112,8 @@ def test_long_sums_repeat_beside_another_stream():
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", [1, 7, None])
 def test_thread_blocks_take_units_by_turns(num_sms):
-    """Of 1,000 rows, 129 K blocks, more columns than a tile has; then all rows by few SMs, in parts that are given."""
+    """1,000 rows, 129 K blocks and more columns than a tile has; then all rows on few SMs, with a given number of
+    parts."""
     a, b = matrix(1000, 8200, dtype=torch.bfloat16, device="cuda"), matrix(50, 8200, device="cuda")
     wanted = a.double() @ b.double().T
     for splits in (1, 2, 128):
@@ -258,13 +260,7 @@ def test_einsum_of_k_that_groups_refuse():
 
 @pytest.fixture(scope="module")
 def compiled():
-    """By kernel, and in the cache."""
-    made = {}
-    for kernel in parts.all_kernels():
-        source = streaming_source(kernel)
-        made[kernel] = jit.compile_kernel(source, kernel.name)
-        jit.store_cubin(source, made[kernel].cubin)
-    return made
+    return compile_all(parts.all_kernels())
 
 
 @EACH_KERNEL

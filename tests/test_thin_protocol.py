@@ -34,7 +34,7 @@ WARP, WARPGROUP = 32, 128
 
 
 class Model:
-    """A thread block of a kernel, with a unit of so many K blocks after another.
+    """A thread block that works on units of these numbers of K blocks, one after the other.
 
     Args:
         meets: math warps that split meet after each K block.
@@ -127,7 +127,7 @@ EACH = pytest.mark.parametrize("kernel", [*SMALL, *parts.KERNELS], ids=lambda ke
 
 @EACH
 def test_no_order_goes_wrong(kernel):
-    """Of units of every parity, and one without K blocks."""
+    """Units of each parity, and one without K blocks."""
     units = kernel.stages + 1, 0, 1, 2 * kernel.stages + 1
     assert prove(Model(kernel, units).machine()) > 0
 

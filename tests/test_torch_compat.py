@@ -1,13 +1,11 @@
-"""torch's names for scaled products on deep_tile: values in torch's layouts, the swapped pair, groups, and what is
-refused."""
+"""torch's names for scaled GEMMs: values in torch's layouts, the swapped pair, groups, and refusals."""
 
 import inspect
 
 import pytest
 import torch
+from grouped_case import Case, make_case
 from helpers import assert_accurate, exact_product, make_operands, make_product, same_bits
-from test_grouped import Case, make_case
-from test_grouped_kinds import make_case as of_kind
 from torch.nn.functional import ScalingType, SwizzleType
 
 from deep_tile import dense, fp8_gemm, scaled_gemm, torch_compat
@@ -20,7 +18,7 @@ SIZES = [(5, 130, 256), (64, 256, 1040), (1, 128, 640), (300, 40, 512)]
 
 
 def torch_s_weight_scale(scale: torch.Tensor) -> torch.Tensor:
-    """[..., k / 128 rounded up to 4, n / 128], of which torch reads columns; the padding is NaN."""
+    """[..., k / 128 rounded up to 4, n / 128], of which torch reads the columns; the padding is NaN."""
     *rows, k_blocks = scale.shape
     padded = scale.new_full((*rows, (k_blocks + 3) // 4 * 4), float("nan"))
     padded[..., :k_blocks] = scale
@@ -28,7 +26,7 @@ def torch_s_weight_scale(scale: torch.Tensor) -> torch.Tensor:
 
 
 def arguments(operands) -> dict:
-    """Of `a` by tokens and `b` by weights."""
+    """Torch's arguments for `a` by tokens and `b` by weights."""
     return {
         "mat_a": operands.a,
         "mat_b": operands.b.t(),
@@ -40,7 +38,7 @@ def arguments(operands) -> dict:
 
 
 def swapped(operands) -> dict:
-    """Of the transposed product."""
+    """Torch's arguments for the transposed product."""
     return {
         "mat_a": operands.b,
         "mat_b": operands.a.t(),
@@ -63,7 +61,7 @@ def test_values(m, n, k, device):
 
 
 def of_recipe(recipe, product) -> dict:
-    """Of scales of rows, of one, or of blocks of 1x128 for both operands."""
+    """Operands and scales of rows, of tensors, or of 1x128 blocks on both sides."""
     a, a_scale, b, b_scale = product.operands
     scales = {TENSOR: (a_scale[0, 0], b_scale[:1]), ROWS: (a_scale, b_scale.t()), TOKENS: (a_scale, b_scale)}[recipe]
     names = ("mat_a", "mat_b", "scale_a", "scale_recipe_a", "scale_b", "scale_recipe_b")
@@ -89,7 +87,7 @@ def test_values_of_other_recipes(recipe, fast, device):
 
 @each_recipe
 def test_fast_sums_are_torch_s_to_choose(recipe, monkeypatch):
-    """And blocks have none."""
+    """Block scales have no fast sums."""
     made = []
     right = dense.scaled_gemm
     monkeypatch.setattr(
@@ -194,7 +192,7 @@ def test_formats_of_results(device, dtype):
 
 @pytest.mark.parametrize("name", ["scaled_mm", "scaled_grouped_mm", "grouped_mm"])
 def test_arguments_are_torch_s(name):
-    """By name, order and default."""
+    """Names, order and defaults are equal."""
     theirs, ours = (
         [(argument.name, argument.default, argument.kind) for argument in inspect.signature(call).parameters.values()]
         for call in (getattr(torch.nn.functional, name), getattr(torch_compat, name))
@@ -231,7 +229,7 @@ def of_groups(case: Case) -> dict:
 @pytest.mark.parametrize("device", DEVICES)
 def test_groups(device, capacity):
     sizes = [3, 0, 130, 64] if capacity is None else [40] * 3
-    case = make_case(sizes, 200, 640, device=device, capacity=capacity, a_scale="column")
+    case = make_case("fp8", sizes, 200, 640, device=device, capacity=capacity, scales="column")
     given = of_groups(case)
     out = torch_compat.scaled_grouped_mm(**given)
     assert out.is_contiguous() and out.shape == (*case.a.shape[:-1], 200)
@@ -247,7 +245,7 @@ def test_groups(device, capacity):
 
 
 def test_groups_compile():
-    given = of_groups(make_case([3, 0, 30], 200, 256, spare=0))
+    given = of_groups(make_case("fp8", [3, 0, 30], 200, 256, spare=0))
     compiled = torch.compile(torch_compat.scaled_grouped_mm, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**given), torch_compat.scaled_grouped_mm(**given))
 
@@ -257,9 +255,9 @@ def test_groups_compile():
 @pytest.mark.parametrize("device", DEVICES)
 def test_groups_with_scales_of_rows(device, fast, capacity):
     sizes = [3, 0, 130, 64] if capacity is None else [40] * 3
-    case = of_kind("fp8_rows" if fast else "fp8_rows_promoted", sizes, 200, 640, device=device, capacity=capacity)
+    case = make_case("fp8_rows" if fast else "fp8_rows_promoted", sizes, 200, 640, device=device, capacity=capacity)
     a, a_scale, b, b_scale = case.operands
-    offs = case.bounds["offs"] if capacity is None else None
+    offs = case.bounds if capacity is None else None
     b_scale = b_scale[..., 0]
     out = torch_compat.scaled_grouped_mm(
         a, b.transpose(1, 2), a_scale[..., 0], ROWS, b_scale, ROWS, offs=offs, use_fast_accum=fast
@@ -273,9 +271,9 @@ def test_groups_with_scales_of_rows(device, fast, capacity):
 @pytest.mark.parametrize("device", DEVICES)
 def test_groups_without_scales(device, layout, capacity):
     sizes = [3, 0, 130, 64] if capacity is None else [40] * 3
-    case = of_kind("bf16", sizes, 200, 320, device=device, capacity=capacity, layout=layout)
+    case = make_case("bf16", sizes, 200, 320, device=device, capacity=capacity, layout=layout)
     a, b = case.operands
-    offs = case.bounds["offs"] if capacity is None else None
+    offs = case.bounds if capacity is None else None
     out = torch_compat.grouped_mm(a, b.transpose(1, 2), offs=offs)
     alive = slice(0, case.rows[-1][1])
     assert torch.equal(out.view(-1, 200)[alive], case.check()[alive])
@@ -298,8 +296,8 @@ def test_groups_without_scales(device, layout, capacity):
     ],
 )
 def test_groups_without_scales_refused(change, error, message):
-    case = of_kind("bf16", [10, 20], 48, 256)
-    given = {"mat_a": case.operands[0], "mat_b": case.operands[1].transpose(1, 2), **case.bounds}
+    case = make_case("bf16", [10, 20], 48, 256)
+    given = {"mat_a": case.operands[0], "mat_b": case.operands[1].transpose(1, 2), **case.lists}
     with pytest.raises(error, match=message):
         torch_compat.grouped_mm(**given | change)
 
@@ -330,7 +328,7 @@ BAD_GROUPS = [
 @pytest.mark.parametrize(("change", "error", "message"), BAD_GROUPS)
 def test_groups_refused(change, error, message):
     with pytest.raises(error, match=message):
-        torch_compat.scaled_grouped_mm(**of_groups(make_case([10, 20], 130, 256)) | change)
+        torch_compat.scaled_grouped_mm(**of_groups(make_case("fp8", [10, 20], 130, 256)) | change)
 
 
 BAD = [

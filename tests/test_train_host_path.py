@@ -1,12 +1,10 @@
 """The way of a small layer that trains through the host, without a GPU: what is launched, where its operands are.
 
-As test_host_path.py: CPU tensors pass for GPU tensors, and fake_driver.c is the driver. Kernels get the same numbers as
+See pretending.py: CPU tensors pass for GPU tensors, and fake_driver.c is the driver. Kernels get the same numbers as
 call by call, and the memory in which the backward pass, or the next kernel, looks for what they write.
 """
 
 import pytest
-from test_host_path import run_pretending  # noqa: F401
-from test_launcher import fake_driver  # noqa: F401
 
 from deep_tile import params
 
@@ -35,7 +33,7 @@ ADDRESSES = {"x", "row_out", "row_scale", "out", "scale", "bias", "a_scale", "b_
 
 
 @pytest.fixture
-def run(run_pretending):  # noqa: F811
+def run(run_pretending):
     """Runs code that knows all of SETUP; what it shows, and the kernels launched, with an argument `of`."""
     return lambda code, of=params.GEMM: run_pretending(SETUP + code, of)
 

@@ -8,11 +8,14 @@ import os
 import secrets
 import sys
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from helpers import load_example, same_bits
+from stand_ins import relative_error
 
 from deep_tile import dequantize, linear, per_token_cast_to_fp8, quantize_weight, tensors
 from deep_tile.integrations import transformers as integration
@@ -288,7 +291,7 @@ def linears(model):
 
 
 def dequantized(wide_model):
-    """In FP32, with the weights that the checkpoint stands for."""
+    """The model in FP32, with the weights of the checkpoint."""
     model = copy.deepcopy(wide_model)
     weights = {name: quantize_weight(module.weight.detach()) for name, module in linears(model).items()}
     model = model.float()
@@ -298,7 +301,7 @@ def dequantized(wide_model):
 
 
 def quantize_inputs(model):
-    """Have each linear of `model` round its input to FP8 first, and multiply in FP32."""
+    """Let each linear of `model` round its input to FP8, and multiply in FP32."""
 
     def rounded(_module, arguments):
         (x,) = arguments
@@ -313,8 +316,34 @@ def prompt(model, batch=2, tokens=37):
     return torch.randint(model.config.vocab_size, (batch, tokens), device=model.device)
 
 
-def relative_error(x, wanted):
-    return ((x.float() - wanted).norm() / wanted.norm()).item()
+class Traits(NamedTuple):
+    """Expectations of the tests below. test_transformers_experts.py runs them with a model with experts.
+
+    Attributes:
+        batch: prompts whose logits are compared.
+        quantize: has each layer of a model in FP32 round its inputs to FP8.
+        most_explained, nearness: bounds of that model's error, and of the ratio of both errors.
+        off: tokens of 16 that need not be those of the whole sequence.
+        nodes: counts of nodes in the model's graph, by a part of their names.
+    """
+
+    batch: int
+    quantize: Callable[[torch.nn.Module], None]
+    most_explained: float
+    nearness: tuple[float, float]
+    off: int
+    nodes: dict[str, int]
+
+
+@pytest.fixture
+def traits():
+    return Traits(2, quantize_inputs, 0.2, (0.7, 1.3), 0, {"fp8_linear": 14})
+
+
+@pytest.fixture
+def reference(wide_model):
+    """The model in FP32, with the weights of the checkpoint."""
+    return dequantized(wide_model)
 
 
 @DEVICES
@@ -329,16 +358,17 @@ def test_a_checkpoint_stays_fp8(model, wide_model, checkpoint):
 
 @DEVICES
 @torch.no_grad()
-def test_logits_differ_from_fp32_as_quantised_activations_do(model, wide_model):
-    """The bound is what rounding the activations alone does to a model in FP32: nothing else may add to it."""
-    tokens = prompt(model)
-    reference = dequantized(wide_model).to(model.device)
+def test_logits_differ_from_fp32_as_quantised_activations_do(model, reference, traits):
+    """Rounding the activations of a model in FP32 explains the error: nothing else may add to it."""
+    tokens = prompt(model, traits.batch)
+    reference = reference.to(model.device)
     wanted = reference(tokens).logits
-    quantize_inputs(reference)
+    traits.quantize(reference)
     explained = relative_error(reference(tokens).logits, wanted)
     error = relative_error(model(tokens).logits, wanted)
-    assert 0.03 < explained < 0.2
-    assert 0.7 * explained < error < 1.3 * explained
+    least, most = traits.nearness
+    assert 0.03 < explained < traits.most_explained
+    assert least * explained < error < most * explained
 
 
 @DEVICES
@@ -358,28 +388,25 @@ def test_every_linear_is_multiplied_here(model, monkeypatch):
 
 @DEVICES
 @pytest.mark.parametrize("cache", [None, "static"])
-def test_greedy_tokens_are_those_of_whole_sequences(model, cache):
+def test_greedy_tokens_are_those_of_whole_sequences(model, traits, cache):
     tokens = prompt(model, batch=1)
     compiled = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
     generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, **compiled)
-    assert generated.shape == (1, 37 + 16)
-    assert_greedy(model, generated, 16)
+    assert_greedy(model, generated, traits.off)
 
 
 @torch.no_grad()
-def assert_greedy(model, generated, tokens, off=0):
-    """Generated tokens have about the largest logit after what stands before them, but for `off`.
-
-    A random one has in 1 of 100.
-    """
-    logits = model(generated[:, :-1]).logits[:, -tokens:].float()
-    chosen = logits.gather(-1, generated[:, -tokens:, None])[..., 0]
+def assert_greedy(model, generated, off):
+    """All of the 16 generated tokens but `off` have about the largest logit. 1 in 100 random tokens has."""
+    assert generated.shape == (1, 37 + 16)
+    logits = model(generated[:, :-1]).logits[:, -16:].float()
+    chosen = logits.gather(-1, generated[:, -16:, None])[..., 0]
     assert (logits.amax(-1) - chosen > 0.8 * logits.std(-1)).sum() <= off
 
 
 @DEVICES
 @torch.no_grad()
-def test_a_model_is_one_graph_for_all_lengths(model):
+def test_a_model_is_one_graph_for_all_lengths(model, traits):
     # Without AOT autograd, which the next test has, this takes a third of the time.
     graphs = CompileCounterWithBackend("inductor" if model.device.type == "cuda" else "eager")
     torch.compiler.reset()
@@ -389,12 +416,13 @@ def test_a_model_is_one_graph_for_all_lengths(model):
         wanted = model(tokens, use_cache=False).logits.float()
         assert relative_error(compiled(tokens, use_cache=False).logits, wanted) < NOISE[model.device.type]
     (nodes,) = filter(None, ([node for node in graph.graph.nodes if "call" in node.op] for graph in graphs.graphs))
-    assert sum("fp8_linear" in str(node.target) for node in nodes) == 14
+    called = [str(node.target) for node in nodes]
+    assert {part: sum(part in name for name in called) for part in traits.nodes} == traits.nodes
 
 
 @DEVICES
-def test_a_static_cache_is_compiled_without_a_break(model):
-    """As transformers does by itself on a GPU, with CUDA graphs."""
+def test_a_static_cache_is_compiled_without_a_break(model, traits):
+    """transformers does so by itself on a GPU, with CUDA graphs."""
     torch.compiler.reset()
     config = CompileConfig(fullgraph=True)
     if model.device.type == "cpu":
@@ -402,9 +430,8 @@ def test_a_static_cache_is_compiled_without_a_break(model):
         config._compile_all_devices = True
     tokens = prompt(model, batch=1)
     generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, cache_implementation="static", compile_config=config)
-    assert generated.shape == (1, 37 + 16)
     assert model._compiled_call is not None
-    assert_greedy(model, generated, 16)
+    assert_greedy(model, generated, traits.off)
 
 
 def test_uninstalled_is_undone(asked, checkpoint):

@@ -74,7 +74,7 @@ def test_what_is_saved_is_loaded_as_it_was(tmp_path, installed, experts, wanted)
 
 
 def test_models_within_others_say_it():
-    """Of a part whose parent is no model of transformers, by the names that it has itself."""
+    """A part whose parent is no transformers model is named by its own names."""
     model = torch.nn.ModuleDict({"language": qwen3_fp8.random_model(), "head": torch.nn.Linear(8, 8)}).eval()
     nn.replace_linears(model, lambda name, layer: "lm_head" not in name and name != "head")
     assert model["language"].config.quantization_config == {**FORMAT, "modules_to_not_convert": ["lm_head"]}
@@ -119,7 +119,7 @@ def test_layers_that_transformers_keeps_wide_are_refused():
 
 @torch.no_grad()
 def test_t5_casts_to_its_weights():
-    """As other models do, whose layers stay wide; then it runs."""
+    """T5 casts inputs to a layer's dtype. Such layers stay wide, and the model runs."""
     model = t5()
     before = copy.deepcopy(model)
     with pytest.raises(ValueError, match="T5DenseActDense reads wo.weight itself") as error:
@@ -133,7 +133,7 @@ def test_t5_casts_to_its_weights():
 
 @torch.no_grad()
 def test_tied_heads():
-    """Are refused; others may be tied again."""
+    """Tied heads are refused; others may be tied again."""
     model = qwen3_fp8.random_model(tie_word_embeddings=True)
     with pytest.raises(ValueError, match="'lm_head': its weight is that of 'model.embed_tokens.weight'"):
         nn.replace_linears(model)

@@ -11,21 +11,21 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
 
+from stand_ins import relative_error  # noqa: E402
 from test_transformers import (  # noqa: E402
     BLOCK,
     DEVICES,
-    NOISE,
-    assert_greedy,
+    Traits,
     dequantized,
     installed,  # noqa: F401
     linears,
-    prompt,
     quantize_inputs,
     qwen3_fp8,
-    relative_error,
+    test_a_model_is_one_graph_for_all_lengths,  # noqa: F401
+    test_a_static_cache_is_compiled_without_a_break,  # noqa: F401
+    test_greedy_tokens_are_those_of_whole_sequences,  # noqa: F401
+    test_logits_differ_from_fp32_as_quantised_activations_do,  # noqa: F401
 )
-from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
-from transformers import CompileConfig  # noqa: E402
 from transformers.integrations import finegrained_fp8  # noqa: E402
 from transformers.integrations.moe import use_experts_implementation  # noqa: E402
 
@@ -92,7 +92,7 @@ def test_what_somebody_else_replaced_is_left_alone(installed):  # noqa: F811
 
 
 def make_layer(device: str = "cpu", implementation: str = "grouped_mm", **config) -> torch.nn.Module:
-    """A layer of random experts, as transformers makes and fills it; `config` is of the model."""
+    """A layer of random experts, made and filled by transformers; `config` is the model's."""
     sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "hidden_act": "silu"}
     model = SimpleNamespace(_experts_implementation=implementation, **{**sizes, **config})
     kind = use_experts_implementation(
@@ -114,7 +114,7 @@ def routed(tokens: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
 
 
 def in_turn(layer, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The definition, in FP32, expert by expert, with inputs of both products quantised; of FP8 weights or of FP32."""
+    """The definition in FP32, expert by expert, with quantised inputs of both GEMMs; for FP8 or FP32 weights."""
 
     def rounded(values):
         return dequantize(*per_token_cast_to_fp8(values, exact="reciprocal"), block=(1, 128))
@@ -188,7 +188,7 @@ def test_no_tokens(installed, device):  # noqa: F811
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_layer_waits_for_nothing(installed):  # noqa: F811
-    """A CUDA graph of it holds for every routing, and no call of it waits for the GPU."""
+    """A CUDA graph of the layer holds for every routing, and no call of it waits for the GPU."""
     layer = make_layer("cuda")
     given = routed(64, "cuda")
     layer(*given)
@@ -311,8 +311,9 @@ def test_a_checkpoint_stays_fp8(model, wide_model):
             assert torch.equal(getattr(layer, f"{name}_scale_inv").cpu(), scale)
 
 
-def dequantized_experts(wide_model) -> torch.nn.Module:
-    """In FP32, with the weights that the checkpoint stands for."""
+@pytest.fixture
+def reference(wide_model) -> torch.nn.Module:
+    """The model in FP32, with the weights of the checkpoint."""
     model = dequantized(wide_model)
     model.set_experts_implementation("eager")
     for layer in layers_of(model):
@@ -324,66 +325,20 @@ def dequantized_experts(wide_model) -> torch.nn.Module:
 
 
 def quantize_expert_inputs(model) -> None:
-    """Have each layer of experts round the inputs of both of its products to FP8."""
+    """Let each layer of experts round the inputs of both GEMMs to FP8."""
     for layer in layers_of(model):
         layer.forward = partial(in_turn, layer)
 
 
-@DEVICES
-@torch.no_grad()
-def test_logits_differ_from_fp32_as_quantised_activations_do(model, wide_model):
-    """The bound is what rounding the activations alone does to a model in FP32: nothing else may add to it."""
-    tokens = prompt(model, batch=6)
-    reference = dequantized_experts(wide_model).to(model.device)
-    wanted = reference(tokens).logits
-    quantize_inputs(reference)
-    quantize_expert_inputs(reference)
-    explained = relative_error(reference(tokens).logits, wanted)
-    error = relative_error(model(tokens).logits, wanted)
-    assert 0.03 < explained < 0.5
-    assert 0.6 * explained < error < 1.7 * explained
+@pytest.fixture
+def traits():
+    """An expert that is chosen by a hair is another one for a whole sequence: two tokens may be off."""
 
+    def quantize(model) -> None:
+        quantize_inputs(model)
+        quantize_expert_inputs(model)
 
-@DEVICES
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_greedy_tokens_are_those_of_whole_sequences(model, cache):
-    tokens = prompt(model, batch=1)
-    compiled = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
-    generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, **compiled)
-    assert generated.shape == (1, 37 + 16)
-    assert_greedy(model, generated, 16, off=2)  # where an expert is chosen by a hair, a whole sequence chooses another
-
-
-@DEVICES
-@torch.no_grad()
-def test_a_model_is_one_graph_for_all_lengths(model):
-    # Without AOT autograd, which the next test has, this takes a third of the time.
-    graphs = CompileCounterWithBackend("inductor" if model.device.type == "cuda" else "eager")
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
-    for length in (37, 41, 64):
-        tokens = prompt(model, tokens=length)
-        wanted = model(tokens, use_cache=False).logits.float()
-        assert relative_error(compiled(tokens, use_cache=False).logits, wanted) < NOISE[model.device.type]
-    (nodes,) = filter(None, ([node for node in graph.graph.nodes if "call" in node.op] for graph in graphs.graphs))
-    called = [str(node.target) for node in nodes]
-    assert sum("fp8_grouped_gemm" in name for name in called) == 4
-    assert sum("combine" in name for name in called) == 2
-
-
-@DEVICES
-def test_a_static_cache_is_compiled_without_a_break(model):
-    """As transformers does by itself on a GPU, with CUDA graphs."""
-    torch.compiler.reset()
-    config = CompileConfig(fullgraph=True)
-    if model.device.type == "cpu":
-        config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
-        config._compile_all_devices = True
-    tokens = prompt(model, batch=1)
-    generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, cache_implementation="static", compile_config=config)
-    assert generated.shape == (1, 37 + 16)
-    assert model._compiled_call is not None
-    assert_greedy(model, generated, 16, off=2)
+    return Traits(6, quantize, 0.5, (0.6, 1.7), 2, {"fp8_grouped_gemm": 4, "combine": 2})
 
 
 # ---- layers in other blocks
@@ -398,7 +353,7 @@ def quantized_in(block: tuple[int, int], weight: torch.Tensor) -> tuple[torch.Te
 
 
 def model_in(block: tuple[int, int], device: str) -> torch.nn.Module:
-    """A linear, experts, and what says how they are saved."""
+    """A linear, experts, and a config that says how they are saved."""
     layer = make_layer(device)
     layer.block_size = block
     linear = finegrained_fp8.FP8Linear(HIDDEN - 16, 128, block_size=block, scale_fmt="ue8m0").to(device)
@@ -423,7 +378,7 @@ def wide_in(block: tuple[int, int], owner: torch.nn.Module, name: str) -> torch.
 @DEVICES
 @pytest.mark.parametrize("block", [(32, 32), (1, 32)], ids=str)
 def test_layers_are_re_based(installed, device, block):  # noqa: F811
-    """Their weights stay what they were, and deep_tile multiplies them: transformers' own functions are not asked."""
+    """The weights keep their values, and deep_tile multiplies them: transformers' own functions are not called."""
     model = model_in(block, device)
     names = {"experts.gate_up_proj", "experts.down_proj", "linear.weight"}
     before = {name: wide_in(block, model.get_submodule(name.split(".")[0]), name.split(".")[1]) for name in names}
@@ -459,7 +414,7 @@ def test_experts_in_fp4_are_re_based(device):
 
 
 def test_experts_with_scales_of_tensors_are_re_based():
-    """Gate and up have one each; in blocks of whole rows of either, nothing changes."""
+    """Gate and up have one scale each. In blocks of whole rows of either, nothing changes."""
     layer = make_layer()
     layer.block_size = None
     scales = {"gate_up_proj": torch.rand(8, 2, 1) + 0.1, "down_proj": torch.rand(8, 1, 1) + 0.1}

@@ -1,4 +1,4 @@
-"""The cast along tokens: the bits of a cast of the transpose, what is dead and left alone, what is refused.
+"""The cast along tokens: the bits of a cast of the transpose, dead tokens that are skipped, and refusals.
 
 On the CPU and a GPU; its kernels' bits without a GPU are in test_cast_kernels.py.
 """
@@ -27,7 +27,7 @@ def matrix(tokens, columns, dtype=torch.bfloat16, device="cpu"):
 
 
 def poisoned(columns, tokens, device):
-    """`out` between guards, as bytes that no code of these tests is, and a scale of sevens."""
+    """`out` between guards, filled with a byte that no code of these tests is, and a scale of sevens."""
     guarded = GuardedOut(columns, tokens, device=device, stride=round_up(tokens, 16), dtype=FP8_DTYPE)
     guarded.out.view(torch.uint8).fill_(POISON)
     return guarded, torch.full((columns, ceil_div(tokens, 128)), 7.0, device=device)
@@ -134,7 +134,8 @@ RISING = [name for name in OFFS if name not in ("falling", "many", "negative")]
 @pytest.mark.parametrize("name", RISING)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_groups(device, name, dtype):
-    """Each is cast as if alone; NaN behind its end becomes zeros; 128 tokens of no group stay as they were."""
+    """Each group is cast as if alone. NaN behind its end becomes zeros, and blocks of 128 dead tokens stay as they
+    were."""
     (offs, alignment), tokens, columns = OFFS[name], 700, 136
     x = wide_matrix(tokens, columns, dtype)
     groups = tokens_of(offs, alignment, tokens)
@@ -184,7 +185,7 @@ def test_gradient_of_a_weight(device):
 
 @EACH_DEVICE
 def test_gradients_of_experts(device):
-    """As an expert layer has them: tokens by the lists of their experts, of which the last has none."""
+    """Tokens are taken by the lists of their experts, the last of which is empty, as in an expert layer."""
     tokens, experts, n, k = 500, 6, 72, 136
     x, dy = (torch.randn(tokens, columns, device=device).bfloat16() for columns in (k, n))
     chosen = torch.randint(0, experts - 1, (tokens, 2), device=device)

@@ -1,4 +1,4 @@
-"""The search for the fastest config: what is tried, what is kept and where, and that the selector takes it."""
+"""The search for the fastest config: candidates, results that are kept, and their use by the selector."""
 
 import json
 import warnings
@@ -35,7 +35,7 @@ GPU = "NVIDIA H200"
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch, tmp_path):
-    """Files of its own for every test, and no memory of those before."""
+    """Each test has files of its own, and remembers none of those before."""
 
     def forget():
         for remembered in (settings.cache_dir, settings.tuned_file, tuned._all_choices):
@@ -70,7 +70,7 @@ def test_stored_choice_is_chosen(forgetful):
     assert tuned_choice(PROBLEM, tuned.configs(132)) == config
     assert plan.config_for(PROBLEM._replace(m=100)) == config
     assert plan.config_for(PROBLEM._replace(tma_store=False)) == replace(config, tma_store=False)
-    assert config in plan.configs_for(7168, 2048, 200, 132)
+    assert config in plan.configs_for(GemmProblem(1, 7168, 2048), 200)
 
 
 def test_choice_holds_for_its_bucket_and_number_of_sms_only(forgetful):
@@ -367,7 +367,7 @@ def test_rows_of_a_trial_are_spread_around_their_mean():
 
 @pytest.mark.parametrize("layout", LITTLE)
 def test_a_search_keeps_the_fastest_that_is_right(monkeypatch, layout):
-    """With made-up times, on the CPU: the fastest of all is wrong, the second writes nothing."""
+    """Times are made up, on the CPU: the fastest config is wrong, and the second writes nothing."""
     problem = LITTLE[layout]
     configs = tune.search_space(problem, wide=False)[:5]
     wrong, idle = configs[3], configs[1]
@@ -583,13 +583,13 @@ def test_large_products_are_judged_alone(monkeypatch):
 @pytest.mark.gpu
 def test_wrong_results_are_left_out(monkeypatch):
     victim = tune.search_space(tune._bucket(128, 576, 512), wide=False)[0]
-    multiply = trials.fp8_gemm
+    multiply = trials.multiply
 
-    def spoiled(*operands, config):
-        result = multiply(*operands, config=config)
+    def spoiled(kind, operands, out, config):
+        result = multiply(kind, operands, out, config)
         return result.mul_(1.01) if config == victim else result
 
-    monkeypatch.setattr(trials, "fp8_gemm", spoiled)
+    monkeypatch.setattr(trials, "multiply", spoiled)
     (result,) = tune.tune([(128, 576, 512)], wide=False, repeats=3, track=lambda items, *_: items)
     assert list(result.wrong) == [victim] and result.choice.config != victim
     assert result.before_us != result.before_us

@@ -1,4 +1,4 @@
-"""What a user's type checker sees: every public name, with its types and none of them Any."""
+"""A user's type checker sees every public name with its types, none of them Any."""
 
 import re
 import subprocess

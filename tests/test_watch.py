@@ -1,4 +1,4 @@
-"""The debug build: kernels whose waits end, and the text that says who waited for what."""
+"""The debug build: kernels whose waits end, and the report of who waited for what."""
 
 import ctypes
 import os
@@ -29,14 +29,14 @@ FAMILIES = (
     GemmConfig(64, 128, 4, b_stages=3, kind="mxfp4"),
     GemmConfig(128, 128, 4, b_stages=3, kind="mxfp4"),
 )
-"""One of each way in which roles wait for each other."""
+"""One kernel for each way in which roles wait for each other."""
 
 ADDRESS = 0x7F00_0000_0000
 BASE = 0x400  # of the barriers in shared memory
 
 
 def written(*records: tuple[int, int, watch.Record]):
-    """Records of the size that the device writes, with those of (block, warp, record)."""
+    """Records as the device writes them, with those of (block, warp, record)."""
     all_records = (watch.Record * watch.RECORDS)()
     for block, warp, record in records:
         all_records[block * watch.WARPS_PER_BLOCK + warp] = record

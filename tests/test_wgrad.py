@@ -1,4 +1,4 @@
-"""Gradients of the weights of groups: values against float64, what is left alone and refused; on the CPU and a GPU."""
+"""Gradients of grouped weights: values against float64, dead tokens, and refusals; on the CPU and a GPU."""
 
 from typing import NamedTuple
 
@@ -28,11 +28,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Case(NamedTuple):
-    """Operands of a call; tokens of no group, and their scales, are NaN, but for those that fill up a group's last 128.
+    """Operands of a call. Tokens of no group, and their scales, are NaN, but for those in a group's last block of 128.
 
     Attributes:
         operands: dy, dy_scale, x, x_scale.
-        offs: as the call takes it.
+        offs: the call's offsets.
         tokens: first token, and the one behind the last, of each group.
         guarded: `out`, as rows of all groups.
     """
@@ -44,14 +44,14 @@ class Case(NamedTuple):
 
     @property
     def out(self) -> torch.Tensor:
-        """As the call takes it."""
+        """`out` as the call takes it."""
         return self.guarded.out.unflatten(0, (len(self.tokens), -1))
 
     def call(self, out: torch.Tensor, **keywords) -> torch.Tensor:
         return fp8_grouped_wgrad(*self.operands, self.offs, out, **keywords)
 
     def check(self, accumulate: bool = True, **keywords) -> torch.Tensor:
-        """Adds to random numbers, or writes over NaN, and checks each number and what is around `out`."""
+        """Add to random numbers, or overwrite NaN; check each number and the memory around `out`."""
         out = self.out
         before = torch.randn(out.shape, device=out.device) if accumulate else torch.full_like(out, float("nan"))
         out.copy_(before)
@@ -83,7 +83,7 @@ def make_case(
     out_stride: int | None = None,
     out_offset: int = 0,
 ) -> Case:
-    """Groups of these lengths, with `spare` blocks of 128 tokens behind them; or of `bounds` that may hold anything."""
+    """Groups of these lengths with `spare` blocks of 128 tokens behind them, or with `bounds` of any values."""
     ends, end = [], 0
     for length in lengths:
         end = round_up(end, alignment) + length
@@ -143,7 +143,7 @@ def test_tokens_need_not_be_whole_blocks(device):
 )
 @pytest.mark.parametrize("accumulate", [True, False], ids=["add", "write"])
 def test_offsets_that_lie(device, bounds, accumulate):
-    """Are cut; nothing outside of the tensors is read or written."""
+    """Offsets are clipped: nothing outside of the tensors is read or written."""
     make_case([128] * 4, 136, 72, device=device, bounds=bounds, spare=0).check(accumulate)
 
 
@@ -231,7 +231,7 @@ def test_choices(accumulate, tma_store):
 
 
 def test_precompile(monkeypatch):
-    """Which kernels; test_codegen.py compiles them."""
+    """test_codegen.py compiles these kernels."""
     asked = []
     monkeypatch.setattr(plan, "load_kernels", lambda configs, *_: asked.extend(configs))
     done = precompile([(24, 40, 1)], grouping="k_offs", kind="fp8_1x128", out_dtype=torch.float32, accumulate=True)
@@ -252,7 +252,7 @@ def test_configs_that_groups_along_k_do_not_have(options):
 @pytest.mark.parametrize("tma_store", [True, False], ids=["tma", "any"])
 @pytest.mark.parametrize("accumulate", [True, False], ids=["add", "write"])
 def test_every_config(tma_store, accumulate):
-    """With groups of fewer K blocks than stages and of more, and none; edges of tiles within a box and at its end."""
+    """Groups with fewer K blocks than stages, with more, and with none; edges of tiles within a box and at its end."""
     lengths = [1, 127, 128, 129, 0, 0, 1500, 640, 0, 257]
     for config in grouped_configs("k_offs", tma_store, accumulate):
         sizes = (2 * config.block_m + 8, 2 * config.block_n + 12), (config.block_m, config.block_n), (100, 20)
@@ -267,7 +267,7 @@ def test_every_config(tma_store, accumulate):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(30))
 def test_random_draws(seed):
-    """Of the selector's choice, routed as experts are."""
+    """The selector's choice, for tokens routed as experts are."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low, high):

@@ -7,17 +7,21 @@ Invariant: names, arguments and meaning follow DeepGEMM 2.6.1 to 2.8.1 on SM90; 
 
 import importlib.util
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
 
-from deep_tile import api, dense, grouped, quantize, sums, thin, wgrad
-from deep_tile.compat import arguments, indexer, original
+from deep_tile import api, checks, dense, grouped, quantize, sums, thin, wgrad
+from deep_tile.compat import arguments, indexer, original, process
 from deep_tile.compat.arguments import Pair
 from deep_tile.compat.layouts import ends_of, group_ends
+from deep_tile.compat.process import get_num_sms as get_num_sms
+from deep_tile.compat.process import get_pdl as get_pdl
+from deep_tile.compat.process import set_num_sms as set_num_sms
+from deep_tile.compat.process import set_pdl as set_pdl
 from deep_tile.compat.refused import REFUSED
 from deep_tile.compat.scales import align as align
 from deep_tile.compat.scales import count_bytes as count_bytes
@@ -29,15 +33,12 @@ from deep_tile.compat.scales import per_channel_cast_to_fp8 as per_channel_cast_
 from deep_tile.compat.scales import per_token_cast_to_fp8 as per_token_cast_to_fp8
 from deep_tile.compat.scales import transform_sf_into_required_layout as transform_sf_into_required_layout
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment
+from deep_tile.kinds import LAYOUTS
 from deep_tile.ops import is_traced
-from deep_tile.options import check_one
 from deep_tile.reference import cosine_difference
 from deep_tile.select.hardware import H200
 
 __version__ = "2.6.1+deep_tile"
-
-_settings: dict[str, int | bool | None] = {"num_sms": None, "pdl": None}
-"""Process-wide settings, as in DeepGEMM; passed along with every call."""
 
 _alignment = SCALE_BLOCK
 """Row alignment of groups in contiguous layouts; process-wide."""
@@ -87,41 +88,52 @@ def fp8_gemm_nt(
         arguments.require_dimensions(
             a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2)
         )
-        dense.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
+        checks.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
         if _compile_mode:
             _make_ready("fp8_1x128", operands[0], operands[2], d, accumulate=c is not None)
             return
         if c is not None and c is not d and not is_traced():  # before d is written to
-            dense.check_sum("scaled_gemm", operands, d, **_settings)
+            dense.check_sum("scaled_gemm", operands, d, **process.settings)
         accumulate = arguments.begin_sum(d, c)
-        dense.scaled_gemm(*operands, d, accumulate=accumulate, **_settings)
+        dense.scaled_gemm(*operands, d, accumulate=accumulate, **process.settings)
         return
     arguments.refuse_sum(c)
     arguments.check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
         _make_ready("fp8", operands[0], operands[2], d)
         return
-    dense.fp8_gemm(*operands, d, **_settings)
+    dense.fp8_gemm(*operands, d, **process.settings)
 
 
-def fp8_gemm_nn(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
-    """`fp8_gemm_nt` for `b` [k, n] and its scale as transposed views, since on Hopper both operands are K-major."""
-    fp8_gemm_nt(a, _transposed_pair("b", b), d, c, **options)
+def _in_layout(call: Callable[..., None], layout: str, dimensions: int = 2) -> Callable[..., None]:
+    """`call`, an "nt" function, for operands in another of `kinds.LAYOUTS`: they are passed on as transposed views,
+    with their scales, since on Hopper FP8 is K-major."""
+    majors, pairs = LAYOUTS[layout]._asdict(), call.__annotations__["a"] is Pair
+
+    def turned(name: str, x: object) -> object:
+        if majors[name] == "k":
+            return x
+        if not pairs:
+            return _transposed(name, x, dimensions)
+        codes, scale = arguments.checked_pair(name, x)
+        return _transposed(name, codes, dimensions), _transposed(f"{name}'s scale", scale, dimensions)
+
+    @wraps(call)
+    def turning(a, b, *given, **named) -> None:
+        call(turned("a", a), turned("b", b), *given, **named)
+
+    turning.__name__ = turning.__qualname__ = call.__name__.replace("_nt", f"_{layout}")
+    shapes = [f"`{name}` [..., k, {major}]" for name, major in majors.items() if major != "k"]
+    turning.__doc__ = f"`{call.__name__}` for {' and '.join(shapes)}."
+    return turning
 
 
-def fp8_gemm_tn(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
-    """The same for `a` [k, m] and `b` [k, n]."""
-    fp8_gemm_nt(_transposed_pair("a", a), _transposed_pair("b", b), d, c, **options)
+def _transposed(name: str, x: torch.Tensor, dimensions: int) -> torch.Tensor:
+    arguments.require_dimensions(**{name: (x, dimensions)})
+    return x.transpose(-1, -2)
 
 
-def fp8_gemm_tt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
-    """The same for `a` [k, m] and `b` [n, k]."""
-    fp8_gemm_nt(_transposed_pair("a", a), b, d, c, **options)
-
-
-def _transposed_pair(name: str, pair: Pair) -> Pair:
-    x, scale = arguments.checked_pair(name, pair)
-    return _transposed(name, x), _transposed(f"{name}'s scale", scale)
+fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt = (_in_layout(fp8_gemm_nt, layout) for layout in ("nn", "tn", "tt"))
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -157,8 +169,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
         ensure_zero_padding: means nothing on Hopper, in DeepGEMM either.
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
+    Raises as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     a, a_scale, b, b_scale = arguments.operands(a, b)
@@ -181,15 +192,10 @@ def _contiguous_groups(
     offs = grouped_layout
     if not use_psum_layout:
         offs = group_ends(grouped_layout, a.shape[0], b.shape[0], _alignment)
-    return offs, {"alignment": _alignment, "expected_rows": expected, **_settings}
+    return offs, {"alignment": _alignment, "expected_rows": expected, **process.settings}
 
 
-def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, **given) -> None:
-    """The same for `b` [g, k, n] and its scale as transposed views, since on Hopper operands are K-major."""
-    b, scale = (
-        _transposed(name, x, 3) for name, x in zip(("b", "b's scale"), arguments.checked_pair("b", b), strict=True)
-    )
-    m_grouped_fp8_gemm_nt_contiguous(a, (b, scale), d, grouped_layout, **given)
+m_grouped_fp8_gemm_nn_contiguous = _in_layout(m_grouped_fp8_gemm_nt_contiguous, "nn", dimensions=3)
 
 
 def fp8_gemm_nt_skip_head_mid(
@@ -243,8 +249,7 @@ def m_grouped_fp8_gemm_nt_masked(
         expected_m: mean rows per group, for which the kernel is chosen.
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
+    Raises as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     operands = arguments.operands(a, b)
@@ -252,7 +257,7 @@ def m_grouped_fp8_gemm_nt_masked(
     if _compile_mode:
         _make_ready("fp8", operands[0], operands[2], d, "counts")
         return
-    options = {"counts": masked_m, "expected_rows": as_int(expected_m), **_settings}
+    options = {"counts": masked_m, "expected_rows": as_int(expected_m), **process.settings}
     grouped.fp8_grouped_gemm(*operands, out=d, **options)
 
 
@@ -290,8 +295,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         epilogue: only None.
         ks: `ks_cpu` by its newer name.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
+    Raises as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
     """
     ks_cpu = arguments.lengths(ks_cpu, ks)
     arguments.refuse_finish(epilogue=epilogue)
@@ -320,16 +324,17 @@ def k_grouped_fp8_gemm_nt_contiguous(
         _make_gradients_ready(products, d, c is not None)
         return
     if products and not is_traced():  # before d is written to; groups differ in k alone
-        dense.check_sum("fp8_wgrad", products[0][:4], d[0], **_settings)
+        dense.check_sum("fp8_wgrad", products[0][:4], d[0], **process.settings)
     adds = arguments.begin_sum(d, c)
-    if len(products) > 1 and _leaves_sms_idle(m, n) and not _is_watched_or_captured(d):
+    is_recorded = is_traced() or (d.is_cuda and torch.cuda.is_current_stream_capturing())
+    if len(products) > 1 and _leaves_sms_idle(m, n) and not is_recorded:
         rows = _side_by_side(a, m, ks_cpu), a_scale, _side_by_side(b, n, ks_cpu), b_scale
-        wgrad.fp8_grouped_wgrad(*rows, ends_of(ks_cpu, d.device), d, accumulate=adds, **_settings)
+        wgrad.fp8_grouped_wgrad(*rows, ends_of(ks_cpu, d.device), d, accumulate=adds, **process.settings)
         return
     if not adds:
         d.zero_()
     for product in products:
-        dense.fp8_wgrad(*product, **_settings)
+        dense.fp8_wgrad(*product, **process.settings)
 
 
 def _make_gradients_ready(products: list, d: torch.Tensor, adds: bool) -> None:
@@ -338,17 +343,13 @@ def _make_gradients_ready(products: list, d: torch.Tensor, adds: bool) -> None:
         _make_ready("fp8_1x128", x, y, out, accumulate=True)
     m, n = d.shape[1:]
     if len(products) > 1 and _leaves_sms_idle(m, n):
-        what = {"kind": "fp8_1x128", "out_dtype": d.dtype, "accumulate": adds, "num_sms": _settings["num_sms"]}
+        what = {"kind": "fp8_1x128", "out_dtype": d.dtype, "accumulate": adds, "num_sms": process.settings["num_sms"]}
         api.precompile([(m, n, 1)], grouping="k_offs", **what)
 
 
 def _leaves_sms_idle(m: int, n: int) -> bool:
     """Whether a GEMM of this size has fewer than two tiles per SM."""
     return ceil_div(m, SCALE_BLOCK) * ceil_div(n, SCALE_BLOCK) < 2 * H200.num_sms
-
-
-def _is_watched_or_captured(x: torch.Tensor) -> bool:
-    return is_traced() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _side_by_side(x: torch.Tensor, rows: int, lengths: list[int]) -> torch.Tensor:
@@ -383,8 +384,7 @@ def fp8_einsum(
         recipe: (1, 128, 128).
         use_128x4_sfd_layout: only False; the other scale layout is Blackwell's.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`; or another `expr`.
+    Raises as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`; or another `expr`.
     """
     if expr != "bhr,hdr->bhd":
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
@@ -408,7 +408,7 @@ def fp8_einsum(
     if _compile_mode:
         _make_ready("fp8", a, b, d, "none" if sums.goes_by_head(a, out) else "counts")
         return
-    sums.multiply_heads((a, a_scale, b, b_scale), out, dense.fp8_gemm, grouped.fp8_grouped_gemm, **_settings)
+    sums.multiply_heads((a, a_scale, b, b_scale), out, dense.fp8_gemm, grouped.fp8_grouped_gemm, **process.settings)
     if pair is not None:
         rounding = {"exact": "reciprocal", "amax_floor": quantize.DEEP_GEMM_AMAX_FLOOR}
         quantize.per_token_cast_to_fp8(d, out=pair[0], scale_out=pair[1], **rounding)
@@ -434,8 +434,7 @@ def einsum(
         c: float32 to add, for a sum over b; it may be `d`. None: nothing.
         use_cublaslt: means nothing here.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.einsum`.
+    Raises as `deep_tile.einsum`.
     """
     if _compile_mode:
         if expr != "bmk,bnk->mn":
@@ -443,7 +442,7 @@ def einsum(
         thin.precompile_thin()
         return
     accumulate = arguments.begin_sum(d, c)
-    sums.einsum(expr, a, b, d, accumulate=accumulate, **_settings)
+    sums.einsum(expr, a, b, d, accumulate=accumulate, **process.settings)
 
 
 def tf32_hc_prenorm_gemm(
@@ -462,13 +461,12 @@ def tf32_hc_prenorm_gemm(
         sqr_sum: [m] float32, or [num_splits, m], written to.
         num_splits: K parts to return; None: they are added.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.prenorm_gemm`.
+    Raises as `deep_tile.prenorm_gemm`.
     """
     if _compile_mode:
         thin.precompile_thin()
         return
-    thin.prenorm_gemm(a, b, d, sqr_sum, num_splits=num_splits, **_settings)
+    thin.prenorm_gemm(a, b, d, sqr_sum, num_splits=num_splits, **process.settings)
 
 
 def bf16_gemm_nt(
@@ -489,61 +487,19 @@ def bf16_gemm_nt(
         compiled_dims: means nothing here.
         alpha, epilogue: only None (alpha also 1), as in DeepGEMM on Hopper.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
+    Raises as `deep_tile.gemm`.
     """
     arguments.refuse_finish(alpha, epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, accumulate=c is not None)
         return
     if c is not None and c is not d and not is_traced():  # before d is written to
-        dense.check_sum("gemm", (a, b), d, **_settings)
+        dense.check_sum("gemm", (a, b), d, **process.settings)
     accumulate = arguments.begin_sum(d, c)
-    dense.gemm(a, b, d, accumulate=accumulate, **_settings)
+    dense.gemm(a, b, d, accumulate=accumulate, **process.settings)
 
 
-def bf16_gemm_nn(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    c: torch.Tensor | None = None,
-    compiled_dims: str = "nk",
-    alpha: float | None = None,
-    epilogue: object = None,
-) -> None:
-    """`d = a @ b` for [m, k] and [k, n]: `bf16_gemm_nt` with the transposed `b`."""
-    bf16_gemm_nt(a, _transposed("b", b), d, c, alpha=alpha, epilogue=epilogue)
-
-
-def bf16_gemm_tn(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    c: torch.Tensor | None = None,
-    compiled_dims: str = "mn",
-    alpha: float | None = None,
-    epilogue: object = None,
-) -> None:
-    """`d = a^T @ b` for [k, m] and [k, n], likewise."""
-    bf16_gemm_nt(_transposed("a", a), _transposed("b", b), d, c, alpha=alpha, epilogue=epilogue)
-
-
-def bf16_gemm_tt(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    c: torch.Tensor | None = None,
-    compiled_dims: str = "mn",
-    alpha: float | None = None,
-    epilogue: object = None,
-) -> None:
-    """`d = a^T @ b^T` for [k, m] and [n, k], likewise."""
-    bf16_gemm_nt(_transposed("a", a), b, d, c, alpha=alpha, epilogue=epilogue)
-
-
-def _transposed(name: str, x: torch.Tensor, dimensions: int = 2) -> torch.Tensor:
-    arguments.require_dimensions(**{name: (x, dimensions)})
-    return x.transpose(-1, -2)
+bf16_gemm_nn, bf16_gemm_tn, bf16_gemm_tt = (_in_layout(bf16_gemm_nt, layout) for layout in ("nn", "tn", "tt"))
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -565,8 +521,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
         grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout, epilogue: as
             there.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
+    Raises as `deep_tile.grouped_gemm`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     if _compile_mode:
@@ -576,24 +531,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     grouped.grouped_gemm(a, b, offs, d, **options)
 
 
-def m_grouped_bf16_gemm_nn_contiguous(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    grouped_layout: torch.Tensor,
-    compiled_dims: str = "nk",
-    use_psum_layout: bool = False,
-    ensure_zero_padding: bool = True,
-    expected_m_for_psum_layout: int | None = None,
-    epilogue: object = None,
-) -> None:
-    """The same for `b` [g, k, n], with k a multiple of 64 if there are several groups."""
-    m_grouped_bf16_gemm_nt_contiguous(
-        *(a, _transposed("b", b, 3), d, grouped_layout),
-        use_psum_layout=use_psum_layout,
-        expected_m_for_psum_layout=expected_m_for_psum_layout,
-        epilogue=epilogue,
-    )
+m_grouped_bf16_gemm_nn_contiguous = _in_layout(m_grouped_bf16_gemm_nt_contiguous, "nn", dimensions=3)
 
 
 def m_grouped_bf16_gemm_nt_masked(
@@ -612,14 +550,13 @@ def m_grouped_bf16_gemm_nt_masked(
         d: [g, m, n] bfloat16 or float32, written to.
         masked_m, expected_m, compiled_dims, epilogue: as there.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
+    Raises as `deep_tile.grouped_gemm`.
     """
     arguments.refuse_finish(epilogue=epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, "counts")
         return
-    grouped.grouped_gemm(a, b, out=d, counts=masked_m, expected_rows=as_int(expected_m), **_settings)
+    grouped.grouped_gemm(a, b, out=d, counts=masked_m, expected_rows=as_int(expected_m), **process.settings)
 
 
 def k_grouped_bf16_gemm_tn_contiguous(
@@ -648,8 +585,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
         epilogue: only None.
         ks: `ks_cpu` by its newer name.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
+    Raises as `deep_tile.gemm`.
     """
     ks_cpu = arguments.lengths(ks_cpu, ks)
     arguments.refuse_finish(epilogue=epilogue)
@@ -669,11 +605,11 @@ def k_grouped_bf16_gemm_tn_contiguous(
             _make_ready("bf16", x, y, out, accumulate=True)
         return
     if products and not is_traced():  # before d is written to; groups differ in rows alone
-        dense.check_sum("gemm", products[0][:2], products[0][2], **_settings)
+        dense.check_sum("gemm", products[0][:2], products[0][2], **process.settings)
     if not arguments.begin_sum(d, c):
         d.zero_()
     for product in products:
-        dense.gemm(*product, accumulate=True, **_settings)
+        dense.gemm(*product, accumulate=True, **process.settings)
 
 
 fp8_fp4_gemm_nn, fp8_fp4_gemm_tn, fp8_fp4_gemm_tt = fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt
@@ -693,7 +629,7 @@ def _make_ready(
 ) -> None:
     """Compile and load, without a launch, kernels for this GEMM with fewer rows, or more up to the next power of
     two."""
-    (n, k), num_sms = b.shape[-2:], _settings["num_sms"]
+    (n, k), num_sms = b.shape[-2:], process.settings["num_sms"]
     lies_along_k = [x.shape[-1] < 2 or x.stride(-1) == 1 for x in (a, b)]
     layout = ("n" if lies_along_k[0] else "t") + ("t" if lies_along_k[1] else "n")
     what = {"kind": kind, "out_dtype": d.dtype, "accumulate": accumulate, "grouping": grouping, "num_sms": num_sms}
@@ -738,31 +674,6 @@ def get_theoretical_mk_alignment_for_contiguous_layout(
 
 
 get_m_alignment_for_contiguous_layout = get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
-
-
-def set_num_sms(num_sms: int) -> None:
-    """SMs that products use from now on, in this process."""
-    number = as_int(num_sms)
-    if number is None:
-        raise TypeError(f"num_sms is {num_sms!r}, of type {type(num_sms).__name__}; pass an int")
-    _settings["num_sms"] = number
-
-
-def get_num_sms() -> int:
-    """The set value, else the current device's count."""
-    given = _settings["num_sms"]
-    return torch.cuda.get_device_properties().multi_processor_count if given is None else given
-
-
-def set_pdl(enabled: bool) -> None:
-    """Whether products are programmatic dependent launches from now on; as `deep_tile.fp8_gemm` chooses before that."""
-    check_one("pdl", enabled)
-    _settings["pdl"] = enabled
-
-
-def get_pdl() -> bool:
-    given = _settings["pdl"]
-    return _settings["num_sms"] is None if given is None else given
 
 
 def use_deterministic_algorithms(enabled: bool = True) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from deep_tile import logits
 from deep_tile.codegen import LOGITS_TILE
+from deep_tile.compat import process
 from deep_tile.config import as_int
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
@@ -30,8 +31,7 @@ def fp8_mqa_logits(
         clean_logits: write -infinity where no key counts.
         max_seqlen_k: 0, or the columns of compressed logits, which start with each query's first key.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.mqa_logits`, or a pair that is none.
+    Raises as `deep_tile.mqa_logits`, or a pair that is none.
     """
     return fp8_fp4_mqa_logits((q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
 
@@ -42,19 +42,32 @@ def fp8_fp4_mqa_logits(
     weights: torch.Tensor,
     cu_seq_len_k_start: torch.Tensor,
     cu_seq_len_k_end: torch.Tensor,
-    clean_logits: bool = True,
-    max_seqlen_k: int = 0,
+    clean_logits: bool | int = True,
+    max_seqlen_k: int | None = 0,
     logits_dtype: torch.dtype = torch.float32,
     schedule_meta: None = None,
 ) -> torch.Tensor:
-    """`fp8_mqa_logits` for (q, None), with logits in float32 or bfloat16. `schedule_meta` is Blackwell's: only None."""
-    _refuse(schedule_meta=schedule_meta)
+    """`fp8_mqa_logits` for (q, None), with logits in float32 or bfloat16.
+
+    DeepGEMM 2.8 has `max_seqlen_k` and `schedule_meta` in the sixth and seventh place: an int there is the width of
+    compressed logits, which are not cleaned. `schedule_meta` is Blackwell's: only None.
+    """
     keys, scale = _pair("kv", kv)
+    if as_int(clean_logits) is not None:
+        given = max_seqlen_k if isinstance(max_seqlen_k, torch.Tensor) else schedule_meta
+        clean_logits, columns, schedule_meta = False, clean_logits, given
+    else:
+        columns = max_seqlen_k or None
+    _refuse(schedule_meta=schedule_meta)
+    queries = _queries(q)
+    if columns == 0:
+        return weights.new_empty(len(queries), 0, dtype=logits_dtype)
     return logits.mqa_logits(
-        *(_queries(q), keys, scale, weights, cu_seq_len_k_start, cu_seq_len_k_end),
+        *(queries, keys, scale, weights, cu_seq_len_k_start, cu_seq_len_k_end),
         clean=clean_logits,
-        columns=max_seqlen_k or None,
+        columns=columns,
         out_dtype=logits_dtype,
+        **process.settings,
     )
 
 
@@ -78,8 +91,7 @@ def fp8_paged_mqa_logits(
         clean_logits: write -infinity after each context, which newer DeepGEMM versions refuse.
         indices: Blackwell's: only None.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.paged_mqa_logits`.
+    Raises as `deep_tile.paged_mqa_logits`.
     """
     given = (q, None), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits
     return fp8_fp4_paged_mqa_logits(*given, indices=indices)
@@ -93,17 +105,23 @@ def fp8_fp4_paged_mqa_logits(
     block_table: torch.Tensor,
     schedule_meta: torch.Tensor | None,
     max_context_len: int,
-    clean_logits: bool = False,
+    clean_logits: bool | None = False,
     logits_dtype: torch.dtype = torch.float32,
     indices: None = None,
 ) -> torch.Tensor:
-    """`fp8_paged_mqa_logits` for (q, None), with logits in float32 or bfloat16."""
+    """`fp8_paged_mqa_logits` for (q, None), with logits in float32 or bfloat16.
+
+    DeepGEMM 2.8 has `indices` in the place of `clean_logits`; they are Blackwell's: only None.
+    """
+    if not isinstance(clean_logits, bool):
+        clean_logits, indices = False, indices if clean_logits is None else clean_logits
     _refuse(indices=indices)
     return logits.paged_mqa_logits(
         *(_queries(q), kv_cache, weights, context_lens, block_table),
         clean=clean_logits,
         columns=max_context_len,
         out_dtype=logits_dtype,
+        **process.settings,
     )
 
 

@@ -48,7 +48,7 @@ def find(path: str, name: str) -> object:
 def _load() -> ModuleType | None:
     with _lock:
         if not _modules:
-            _modules.append(_import_installed() or _import_bundled())
+            _modules.append(_import_installed() or _imported(_BUNDLED))
         return _modules[0]
 
 
@@ -62,10 +62,6 @@ def _import_installed() -> ModuleType | None:
             for name in [name for name in sys.modules if name.split(".")[0] == _NAME]:
                 del sys.modules[name]
             sys.modules.update(ours)
-
-
-def _import_bundled() -> ModuleType | None:
-    return _imported(_BUNDLED)
 
 
 def _imported(name: str) -> ModuleType | None:

@@ -1,5 +1,5 @@
 """deep_tile inside vLLM: `register()`, which vLLM calls in each process by the entry point vllm.general_plugins, hooks
-block FP8 linear layers and experts if VLLM_USE_DEEP_TILE is 1.
+block FP8 linear layers, and experts of block FP8 and of MXFP4, if VLLM_USE_DEEP_TILE is 1.
 
 vLLM offers no registration ahead of its own classes: the plugin extends its list of linear kernels and wraps the
 function that chooses experts. Invariant: without the variable only vLLM's table of variables changes; nothing here
@@ -15,6 +15,9 @@ from deep_tile.integrations import engines
 
 _originals: dict[str, Callable] = {}
 """Wrapped functions, by name, while registered."""
+
+_undo: list[Callable[[], None]] = []
+"""What takes back the hooks of MXFP4, while registered."""
 
 
 def register() -> None:
@@ -52,7 +55,7 @@ def _hook() -> None:
     from vllm.model_executor.layers.fused_moe.oracle import fp8
     from vllm.platforms import PlatformEnum
 
-    from deep_tile.integrations.vllm_experts import EXPERTS
+    from deep_tile.integrations.vllm_experts import EXPERTS, activation_format
     from deep_tile.integrations.vllm_linear import DeepTileFp8BlockScaledMMKernel
 
     if engines.VLLM.variable not in environment_variables:
@@ -64,7 +67,7 @@ def _hook() -> None:
     @functools.wraps(original)
     def select_fp8_moe_backend(config, weight_key, activation_key, *arguments, **options):
         if config.moe_backend == "auto":
-            form = _activation_format(config)
+            form = activation_format(config)
             for name, experts in EXPERTS.items():
                 if experts.is_supported_config(experts, config, weight_key, activation_key, form)[0]:
                     return backends[name], experts
@@ -73,14 +76,17 @@ def _hook() -> None:
     kernels.insert(0, DeepTileFp8BlockScaledMMKernel)
     _originals["select_fp8_moe_backend"] = original
     _put(original, select_fp8_moe_backend)
+    _hook_mxfp4()
 
 
-def _activation_format(config):
-    """The activation format of the configured experts, as vLLM derives it."""
-    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+def _hook_mxfp4() -> None:
+    """A release whose functions for MXFP4 are others has block FP8 served alone."""
+    try:
+        from deep_tile.integrations.vllm_mxfp4 import hook
 
-    is_batched = config.moe_parallel_config.use_batched_activation_format
-    return FusedMoEActivationFormat.BatchedExperts if is_batched else FusedMoEActivationFormat.Standard
+        _undo.append(hook())
+    except (AttributeError, ImportError) as error:
+        engines.logger(engines.VLLM).warning("deep_tile leaves experts of MXFP4 to vLLM: %s", error)
 
 
 def _unhook() -> None:
@@ -92,6 +98,8 @@ def _unhook() -> None:
 
     _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA].remove(DeepTileFp8BlockScaledMMKernel)
     _put(fp8.select_fp8_moe_backend, _originals.pop("select_fp8_moe_backend"))
+    while _undo:
+        _undo.pop()()
 
 
 def _put(old: Callable, new: Callable) -> None:

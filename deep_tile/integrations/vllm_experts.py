@@ -18,7 +18,7 @@ from deep_tile.config import SCALE_BLOCK
 from deep_tile.integrations.vllm_linear import AMAX_FLOOR, is_hopper, make_ready
 
 _PACKED = MoEActivation.SWIGLUOAI_UNINTERLEAVE
-_Products = dict[str, torch.Tensor | int | None]
+Products = dict[str, torch.Tensor | int | None]
 _Shape = tuple[int, ...]
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,6 +27,8 @@ class _Experts(mk.FusedMoEExpertsModular):
     """The base class for both layouts."""
 
     grouping: str
+    takes_biases = False
+    width_multiple = 16
 
     def __init__(self, moe_config, quant_config, *arguments, **options) -> None:
         super().__init__(moe_config, quant_config, *arguments, **options)
@@ -44,9 +46,9 @@ class _Experts(mk.FusedMoEExpertsModular):
     def is_supported_config(cls, moe_config, weight_key, activation_key, activation_format):
         if moe_config.in_dtype != torch.bfloat16:
             return False, f"kernel does not support {moe_config.in_dtype}"
-        if moe_config.has_bias:
+        if moe_config.has_bias and not cls.takes_biases:
             return False, "kernel does not support biases"
-        if moe_config.intermediate_size_per_partition % 16:
+        if moe_config.intermediate_size_per_partition % cls.width_multiple:
             return False, f"kernel does not support {moe_config.intermediate_size_per_partition} columns"
         given = moe_config, weight_key, activation_key, activation_format
         return mk.FusedMoEExpertsModular.is_supported_config(cls, *given)
@@ -75,8 +77,10 @@ class _Experts(mk.FusedMoEExpertsModular):
     def _supports_batch_invariance() -> bool:
         return True
 
-    def _gate_up(self, a, a_scale, w1: torch.Tensor, out: torch.Tensor, products: _Products) -> None:
-        """The first product. Each half of a narrow w1 has its own scales and is then multiplied separately."""
+    def _gate_up(self, a, a_scale, w1: torch.Tensor, out: torch.Tensor, products: Products) -> None:
+        """The first product. Each half of a narrow w1 has its own scales and is then multiplied separately. A sort's
+        bounds are older than the cast; those of a dispatch may be new."""
+        products = products | {"constant_weights": self.grouping == "offs"}
         width = w1.shape[1] // 2
         if width % SCALE_BLOCK == 0:
             grouped.fp8_grouped_gemm(a, a_scale, w1, self.w1_scale, out=out, **products)
@@ -86,9 +90,13 @@ class _Experts(mk.FusedMoEExpertsModular):
             half = w1[:, rows], self.w1_scale[:, of_scale]
             grouped.fp8_grouped_gemm(a, a_scale, *half, out=out[..., rows], **products)
 
+    def _down(self, h, h_scale, w2: torch.Tensor, out: torch.Tensor, products: Products) -> None:
+        """The second product, behind the activation's kernel, which writes no bounds."""
+        grouped.fp8_grouped_gemm(h, h_scale, w2, self.w2_scale, out=out, constant_weights=True, **products)
+
     def _activate(self, gate_up: torch.Tensor, activation: MoEActivation, **bounds) -> _Pair:
         limit, alpha, beta = self._gating()
-        numbers = {"alpha": alpha, "beta": beta} if activation == _PACKED else {}
+        numbers = {} if activation == MoEActivation.SILU else {"alpha": alpha, "beta": beta}
         return experts.silu_mul_cast_to_fp8(gate_up, limit=limit, amax_floor=AMAX_FLOOR, **numbers, **bounds)
 
     def _gating(self) -> tuple[float | None, float, float]:
@@ -174,7 +182,7 @@ class DeepTileExperts(_Experts):
         self._gate_up(*a, w1, gate_up, products)
         h = self._activate(gate_up, activation, offs=offs)
         results = _part(workspace2, (len(rows), w2.shape[1]))
-        grouped.fp8_grouped_gemm(*h, w2, self.w2_scale, out=results, **products)
+        self._down(*h, w2, results, products)
         experts.combine(results, _shares(topk_weights, apply_router_weight_on_input), index, out=output)
 
 
@@ -236,11 +244,18 @@ class DeepTileBatchedExperts(_Experts):
         gate_up = _part(workspace13, (*hidden_states.shape[:2], w1.shape[1]))
         self._gate_up(hidden_states, a1q_scale, w1, gate_up, products)
         h = self._activate(gate_up, activation, counts=counts)
-        grouped.fp8_grouped_gemm(*h, w2, self.w2_scale, out=output, **products)
+        self._down(*h, w2, output, products)
 
 
 EXPERTS = {"TRITON": DeepTileExperts, "BATCHED_TRITON": DeepTileBatchedExperts}
 """Classes by the vLLM backend that leaves weights and scales unchanged."""
+
+
+def activation_format(config) -> mk.FusedMoEActivationFormat:
+    """The activation format of the configured experts, as vLLM derives it."""
+    is_batched = config.moe_parallel_config.use_batched_activation_format
+    forms = mk.FusedMoEActivationFormat
+    return forms.BatchedExperts if is_batched else forms.Standard
 
 
 def _local(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:

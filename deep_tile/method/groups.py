@@ -4,12 +4,14 @@ Called by the command line and, through `deep_tile.explain_groups`, by users. Or
 selector's; this module only adds arithmetic for readers. No GPU, no torch.
 """
 
-from typing import NamedTuple, TypedDict
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from rich.console import Console
 
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_sizes, round_up
-from deep_tile.kinds import EVERY_KIND, GROUPINGS, RESULTS
+from deep_tile.kinds import EVERY_KIND, GROUPINGS, RESULTS, name_of
 from deep_tile.method.report import Row, table
 from deep_tile.method.roofline import fitting
 from deep_tile.problem import GemmProblem, Groups
@@ -17,6 +19,9 @@ from deep_tile.select import tuned
 from deep_tile.select.choose import grouped_candidates
 from deep_tile.select.hardware import Hardware, named
 from deep_tile.walls import product_flops
+
+if TYPE_CHECKING:
+    import torch
 
 _LAYOUTS = tuple(layout for layout in GROUPINGS if layout != "none")
 
@@ -36,7 +41,7 @@ def derivation(
     k: int,
     *,
     grouping: str = "offs",
-    kind: str = "fp8",
+    kind: str | torch.dtype = "fp8",
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
 ) -> Derivation:
@@ -48,7 +53,7 @@ def derivation(
         raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
     if grouping not in _LAYOUTS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(_LAYOUTS)}")
-    problem = grouped_problem(Groups(grouping, groups, rows), n, k, num_sms, checked_kind(grouping, kind))
+    problem = grouped_problem(Groups(grouping, groups, rows), n, k, num_sms, checked_kind(grouping, name_of(kind)))
     ranked = fitting(grouped_candidates(problem, gpu, tuned.configs(num_sms)), problem.kind, gpu)
     return Derivation(problem, gpu, [(us, config) for us, config, _ in ranked])
 
@@ -92,7 +97,7 @@ def explain_groups(
     k: int,
     *,
     grouping: str = "offs",
-    kind: str = "fp8",
+    kind: str | torch.dtype = "fp8",
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
 ) -> GroupsExplanation:
@@ -105,7 +110,7 @@ def explain_groups(
         n, k: sizes of each group's `b[n, k]`, or of its gradient, in elements.
         grouping: "offs" for contiguous groups, "counts" for the masked layout, "k_offs" for gradients, which sum over
             rows.
-        kind: a name as for `precompile`; "fp8" for gradients.
+        kind: a name, or the operands' torch.dtype, as for `precompile`; "fp8" for gradients.
         hardware, num_sms: as for `explain`.
 
     Returns:
@@ -147,26 +152,20 @@ def limits(derived: Derivation) -> list[tuple[str, float, str]]:
     """(what, us, arithmetic) for all rows without padding, every group's weights read once."""
     problem, gpu = derived.problem, derived.hardware
     count, rows = problem.groups.count, problem.groups.count * problem.groups.expected_rows
-    if problem.groups.layout == "k_offs":
-        return _limits_along_k(problem, rows, gpu)
-    product = problem.product
-    scales_of_row = 4 * (ceil_div(problem.k, SCALE_BLOCK) if product.block_scales else product.row_scales)
-    scaled_rows = ceil_div(problem.n, SCALE_BLOCK) if product.block_scales else problem.n
-    weights = count * (problem.n * problem.k * product.b.bytes + scaled_rows * scales_of_row)
-    moved = rows * (problem.k * product.a.bytes + scales_of_row + problem.n * problem.out.bytes)
-    flops, tflops = product_flops(rows, problem.n, problem.k), gpu.tflops(problem.kind)
-    hbm_us, tensor_us = (weights + moved) / gpu.hbm_tbps / 1e6, flops / tflops / 1e6
-    hbm = f"({weights:.3e} bytes of weights + {moved:.3e} of rows) / {gpu.hbm_tbps:.3g} TB/s"
-    return [("HBM", hbm_us, hbm), ("tensor cores", tensor_us, f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS")]
-
-
-def _limits_along_k(problem: GemmProblem, rows: int, gpu: Hardware) -> list[tuple[str, float, str]]:
-    """The same for gradients, which are read and written."""
-    operands = (problem.m + problem.n) * (rows + 4 * ceil_div(rows, SCALE_BLOCK))
-    added = 2 * problem.groups.count * problem.m * problem.n * problem.out.bytes
-    flops, tflops = product_flops(rows, problem.m, problem.n), gpu.tflops("fp8")
-    hbm_us, tensor_us = (operands + added) / gpu.hbm_tbps / 1e6, flops / tflops / 1e6
-    hbm = f"({operands:.3e} bytes of operands + {added:.3e} of gradients) / {gpu.hbm_tbps:.3g} TB/s"
+    product, (of_out, of_k) = problem.product, problem.weight
+    if problem.groups.layout == "k_offs":  # gradients are read and written
+        first = (problem.m + problem.n) * (rows + 4 * ceil_div(rows, SCALE_BLOCK))
+        second = 2 * count * problem.m * problem.n * problem.out.bytes
+        what = "operands", "gradients"
+    else:
+        scales_of_row = 4 * (ceil_div(problem.k, SCALE_BLOCK) if product.block_scales else product.row_scales)
+        scaled_rows = ceil_div(problem.n, SCALE_BLOCK) if product.block_scales else problem.n
+        first = count * (problem.n * problem.k * product.b.bytes + scaled_rows * scales_of_row)
+        second = rows * (problem.k * product.a.bytes + scales_of_row + problem.n * problem.out.bytes)
+        what = "weights", "rows"
+    flops, tflops = product_flops(rows, of_out, of_k), gpu.tflops(problem.kind)
+    hbm_us, tensor_us = (first + second) / gpu.hbm_tbps / 1e6, flops / tflops / 1e6
+    hbm = f"({first:.3e} bytes of {what[0]} + {second:.3e} of {what[1]}) / {gpu.hbm_tbps:.3g} TB/s"
     return [("HBM", hbm_us, hbm), ("tensor cores", tensor_us, f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS")]
 
 

@@ -4,13 +4,15 @@ Called by the command line and, through `deep_tile.explain`, by users. It comput
 derivation, which is the selector's. No GPU, no torch; matplotlib only for the picture.
 """
 
+from __future__ import annotations
+
 import json
 from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -18,7 +20,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from deep_tile.config import check_sizes
-from deep_tile.kinds import ACTIVATIONS, BIASES, EVERY_KIND, GATE_COLUMNS, LAYOUTS, OUTPUTS, RAW
+from deep_tile.kinds import ACTIVATIONS, BIASES, EVERY_KIND, GATE_COLUMNS, LAYOUTS, OUTPUTS, RAW, name_of
 from deep_tile.method.roofline import Candidate, Derivation, derive, judged
 from deep_tile.problem import GemmProblem
 from deep_tile.select import cost, schedule, tuned
@@ -27,6 +29,9 @@ from deep_tile.select.choose import bucket_key, choose
 from deep_tile.select.cost import Estimate
 from deep_tile.select.hardware import Hardware, operand_bytes_of
 from deep_tile.walls import Wall, product_flops
+
+if TYPE_CHECKING:
+    import torch
 
 MEASURED = Path(__file__).parent / "measured.json"
 """Measurements of the chosen configs, written by benchmarks/measured.py."""
@@ -70,17 +75,17 @@ def derivation(
     n: int,
     k: int,
     *,
-    dtype: str = "fp8",
+    dtype: str | torch.dtype = "fp8",
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
-    output: str | None = None,
-    bias: str = "none",
+    output: str | torch.dtype | None = None,
+    bias: str | torch.dtype = "none",
     activation: str = "none",
     layout: str = "nt",
 ) -> Derivation:
     """The facts behind `explain`; arguments and errors as there."""
     check_sizes(m=m, n=n, k=k)
-    gpu = gpus.named(hardware)
+    (dtype, output, bias), gpu = map(name_of, (dtype, output, bias)), gpus.named(hardware)
     problem = GemmProblem(m, n, k, num_sms if num_sms is not None else gpu.num_sms)
     made = {"output": output, "bias": bias, "activation": activation, "layout": layout}
     if tuple(made.values()) != (None, "none", "none", "nt"):
@@ -116,11 +121,11 @@ def explain(
     n: int,
     k: int,
     *,
-    dtype: str = "fp8",
+    dtype: str | torch.dtype = "fp8",
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
-    output: str | None = None,
-    bias: str = "none",
+    output: str | torch.dtype | None = None,
+    bias: str | torch.dtype = "none",
     activation: str = "none",
     layout: str = "nt",
 ) -> Explanation:
@@ -128,11 +133,13 @@ def explain(
 
     Args:
         m, n, k: sizes in `out[m, n] = a[m, k] @ b[n, k].T`, in elements.
-        dtype: the operands': fp8, bf16, fp16, or int8, tf32, for which tiles are derived though there is no kernel.
+        dtype: the operands': a torch.dtype, or the name of a kind, as for `precompile`, or of a dtype without kernels,
+            such as "tf32", for which only tiles are derived.
         hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name for such a GPU, or a
             `deep_tile.select.hardware.Hardware`, e.g. a preset changed by `with_numbers`.
         num_sms: SMs to use; by default all.
-        output, bias: formats of result and bias: "bf16", "fp16", "fp32"; by default the kind's, and no bias.
+        output, bias: formats of result and bias: a torch.dtype, or "bf16", "fp16", "fp32"; by default the kind's, and
+            no bias.
         activation: as for `fp8_gemm`. Times are without activation and bias.
         layout: for 16-bit operands, as for `supports`. Times are for "nt".
 
@@ -365,17 +372,13 @@ def _wall_table(derived: Derivation) -> Table:
 def _hit_by(derived: Derivation, wall: str) -> str:
     """The grid's tiles that hit this wall, as a sentence's end."""
     rejected = [one for one in derived.rejected if one.wall == wall]
-    hit = "; ".join(f"{one.block_m}x{one.block_n} by {_excess(one.reason)}" for one in rejected)
+    hit = "; ".join(f"{one.block_m}x{one.block_n} by {one.reason.rpartition('by ')[2]}" for one in rejected)
     return f". {len(rejected)} {'tile hits' if len(rejected) == 1 else 'tiles hit'} it: {hit}" if rejected else ""
 
 
 def mark(wall: Wall) -> str:
     """A wall's state in one word."""
     return "holds" if wall.holds else "bound" if wall.name.startswith("intensity") else "hit"
-
-
-def _excess(reason: str) -> str:
-    return reason.rpartition("by ")[2]
 
 
 def _candidate_table(derived: Derivation, shown: list[Candidate]) -> Table:

@@ -174,7 +174,8 @@ def derive(
     candidates = [Candidate(config, tile, estimate) for estimate, config, tile in fitting(ranked, dtype, hardware)]
     walls = problem_walls(problem, hardware, dtype)
     asked = bucket._replace(k=problem.k)
-    return Derivation(problem, hardware, dtype, asked, walls, candidates, _rejected(dtype, hardware))
+    rejected = (_rejection(block_m, block_n, dtype, hardware) for block_m in BLOCK_M for block_n in BLOCK_N)
+    return Derivation(problem, hardware, dtype, asked, walls, candidates, list(filter(None, rejected)))
 
 
 def fitting(
@@ -340,12 +341,6 @@ def _tile(
         *(block_m, block_n, block_k, dtype, stages, accumulators, temporaries, stage_bytes, smem_bytes),
         *(round(latency.limit), most, walls),
     )
-
-
-def _rejected(dtype: str, hardware: Hardware) -> list[Rejected]:
-    sizes = [(block_m, block_n) for block_m in BLOCK_M for block_n in BLOCK_N]
-    judged_tiles = (_rejection(*size, dtype, hardware) for size in sizes)
-    return [rejected for rejected in judged_tiles if rejected]
 
 
 def _rejection(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> Rejected | None:

@@ -282,24 +282,8 @@ def _power_of_two(m: int) -> int:
     return 1 << (m - 1).bit_length() if m > 0 else 1
 
 
-def configs_for(
-    n: int,
-    k: int,
-    max_m: int,
-    num_sms: int,
-    tma_store: bool = True,
-    split_k: bool = True,
-    tuned: Tuned = UNTUNED,
-    kind: str = "fp8",
-    output: str = "bf16",
-    accumulate: bool = False,
-    bias: str = "none",
-    activation: str = "none",
-    layout: str = "nt",
-) -> list[GemmConfig]:
-    """Every config that some m in [1, max_m] is given."""
-    finish = {"accumulate": accumulate, "bias": bias, "activation": activation, "layout": layout}
-    of_all = GemmProblem(1, n, k, num_sms, tma_store, split_k, kind, output, **finish)
+def configs_for(of_all: GemmProblem, max_m: int, tuned: Tuned = UNTUNED) -> list[GemmConfig]:
+    """Every config that problems like `of_all` are given for some m in [1, max_m]."""
     buckets = _buckets(of_all, max_m)
     foreseen = _foresee(buckets, tuned)
     _foreseen.update(foreseen)

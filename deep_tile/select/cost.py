@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import EVERY_KIND, K_BLOCK_BYTES, LAYOUTS, QUANTIZED, RESULTS
+from deep_tile.kinds import EVERY_KIND, K_BLOCK_BYTES, QUANTIZED, RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
@@ -246,26 +246,12 @@ def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -
     return sum(each * K_BLOCK_BYTES / share for each, share in zip(rows, shares, strict=True))
 
 
-CROWDED_US = {16: 0.31, 32: 0.16, 64: 0.16, 128: 0.04}
-"""Extra time per K block and 64 rows of an M-major `a` if every SM loads one, times 1 + m / 64, by row alignment: with
-a small m all SMs read the same few lines at once. Fitted together with times/bf16_nn.json."""
-
-
-def _crowded_us(config: GemmConfig, problem: GemmProblem):
-    """Extra microseconds per K block for an M-major `a`, if every SM loads one."""
-    if LAYOUTS[problem.layout].a != "m":
-        return 0.0
-    columns = config.block_m / config.cluster_n / 64
-    return columns * CROWDED_US[problem.row_alignment[0]] / (1 + problem.m / 64) * problem.num_sms / H200.num_sms
-
-
 def _with_loads(blocks_us, blocks, config: GemmConfig, problem: GemmProblem, hardware: Hardware):
     """Time for K blocks in microseconds, from `blocks_us`, which was measured without load stalls.
 
     Args:
         blocks: mean K blocks per SM.
     """
-    blocks_us = blocks_us + blocks * _crowded_us(config, problem)
     loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / hardware.l2_tbps / 1e6
     return (blocks_us**LOADS_OVERLAP + loads_us**LOADS_OVERLAP) ** (1 / LOADS_OVERLAP)
 

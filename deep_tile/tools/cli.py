@@ -265,7 +265,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "only the kernels of grouped products whose groups lie so, which are the same for all shapes"
     command.add_argument("--grouping", choices=_GROUPINGS, help=text)
-    _add_num_sms(command)
+    text = "SMs of the GPU; default: %(default)s, an H200"
+    command.add_argument("--num-sms", type=positive, default=H200.num_sms, help=text)
     command.set_defaults(refuse=command.error)
 
     command = add("doctor", doctor, "what works on this machine, and what to do about the rest")
@@ -304,12 +305,6 @@ def _parser() -> argparse.ArgumentParser:
 def _add_grouping(command: argparse.ArgumentParser, default: str | None) -> None:
     text = f"one after the other, with rows of their own, or along K, for gradients; default: {_GROUPINGS[0]}"
     command.add_argument("--grouping", choices=_GROUPINGS, default=default, help=f"how groups lie: {text}")
-
-
-def _add_num_sms(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--num-sms", type=positive, default=H200.num_sms, help="SMs of the GPU; default: %(default)s, an H200"
-    )
 
 
 def _samples(text: str) -> int:

@@ -18,6 +18,7 @@ from deep_tile import jit, packaged, plan, settings
 from deep_tile.codegen import kernel_source
 from deep_tile.config import GemmConfig
 from deep_tile.method import report
+from deep_tile.problem import GemmProblem
 from deep_tile.progress import track_progress
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs, grouped_configs
@@ -64,7 +65,7 @@ def wanted_configs(options: argparse.Namespace) -> list[GemmConfig]:
         if not options.shape:
             configs += default_configs(tma_store)
         for n, k, max_m in options.shape:
-            configs += plan.configs_for(n, k, max_m, options.num_sms, tma_store)
+            configs += plan.configs_for(GemmProblem(1, n, k, options.num_sms, tma_store), max_m)
     return list(dict.fromkeys(configs))
 
 
@@ -88,7 +89,7 @@ def kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) 
     table = report.table("kernel", *columns, *(["shapes"] if uses else []), spare=("smem KiB", "compile s"))
     for config, seconds, usage, *_ in built:
         spilled = usage.spill_store_bytes + usage.spill_load_bytes
-        row = (config.name, f"{seconds:.2f}", str(usage.registers), str(spilled), _kib(config.smem_bytes))
+        row = (config.name, f"{seconds:.2f}", str(usage.registers), str(spilled), str(config.smem_bytes >> 10))
         table.add_row(*row, *([str(uses[config])] if uses else []))
     return table
 
@@ -134,10 +135,6 @@ def _storing_remedy(size_bytes: int) -> str:
         f"{info.directory} cannot be written, or something empties it; set {settings.CACHE_DIR.name} to a directory of "
         "your own, on a disk with space"
     )
-
-
-def _kib(size_bytes: int) -> str:
-    return str(size_bytes >> 10)
 
 
 # ---- cache

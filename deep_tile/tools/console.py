@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 from rich.console import Console
@@ -49,6 +50,14 @@ class _Stripped:
 
     def flush(self) -> None:
         self._file.flush()
+
+
+def report_errors(errors: Iterable[tuple[str, float, float]]) -> int:
+    """Exit code 1 and a line for each product whose relative error exceeds its limit; NaN does."""
+    wrong = [(what, error, most) for what, error, most in errors if not error <= most]
+    for what, error, most in wrong:
+        print(f"{PROGRAM}: {what}: relative error {error:.2e} exceeds {most:.2e}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def tflops_text(m: int, n: int, k: int, us: float) -> str:

@@ -7,7 +7,6 @@ Imports torch only when it multiplies.
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +18,7 @@ from deep_tile.method import report
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.progress import track_progress
 from deep_tile.tools.compile import build_all, kernel_table, report_flaws
-from deep_tile.tools.console import PROGRAM, new_console
+from deep_tile.tools.console import new_console, report_errors
 from deep_tile.tools.products import exact_product
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def demo_without_gpu(reason: str) -> tuple[int, str]:
     for step, error in errors.items():
         table.add_row(step, f"{error:.2e}", f"{_most_error(step):.2e}")
     console.print(table, "")
-    code = max(report_flaws(built), report_errors({FEW_TOKENS: errors}))
+    code = max(report_flaws(built), _report({FEW_TOKENS: errors}))
     return code, f"{len(built)} kernels compile without spills, and {len(errors)} steps are right"
 
 
@@ -112,7 +111,7 @@ def demo_on_gpu(reason: str) -> tuple[int, str]:
         "",
     )
     fast = f"the layer is {min(gains):.1f} to {max(gains):.1f} times as fast as a loop in BF16"
-    return report_errors(wrong), f"{len(wrong) * len(_STEPS)} steps are right, and {fast}"
+    return _report(wrong), f"{len(wrong) * len(_STEPS)} steps are right, and {fast}"
 
 
 def routed(sizes: Sizes, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -203,14 +202,9 @@ def _most_error(step: str) -> float:
     return MOST_OF_A_CAST if step == "activation and cast" else MAX_RELATIVE_ERROR
 
 
-def report_errors(errors: dict[int, dict[str, float]]) -> int:
-    """Exit code 1 and a line for each step that is off; NaN is off."""
-    code = 0
-    for tokens, of_steps in errors.items():
-        for step, error in of_steps.items():
-            most = _most_error(step)
-            if not error <= most:
-                text = f"relative error {error:.2e} exceeds {most}"
-                print(f"{PROGRAM}: {tokens} tokens, {step}: {text}", file=sys.stderr)
-                code = 1
-    return code
+def _report(errors: dict[int, dict[str, float]]) -> int:
+    return report_errors(
+        (f"{tokens} tokens, {step}", error, _most_error(step))
+        for tokens, of_steps in errors.items()
+        for step, error in of_steps.items()
+    )

@@ -61,13 +61,12 @@ def doctor(options: argparse.Namespace) -> int:
         said = f"{seen}\nRemedy: {remedy}" if remedy else seen
         table.add_row(status, subject, said, style={"ok": None, "warn": "yellow", "fail": "red"}[status])
     console.print(table, "")
-    console.print(_where_it_works() if works else "deep_tile cannot work here: see the lines that fail")
-    return 0 if works else 1
-
-
-def _where_it_works() -> str:
+    if not works:
+        console.print("deep_tile cannot work here: see the lines that fail")
+        return 1
     available, reason = deep_tile.is_available()
-    return f"deep_tile works here, {f'on the GPU: {reason}' if available else f'on CPU tensors only: {reason}'}"
+    console.print(f"deep_tile works here, on {'the GPU' if available else 'CPU tensors only'}: {reason}")
+    return 0
 
 
 def _measure_hardware(options: argparse.Namespace) -> int:
@@ -124,7 +123,11 @@ def _checks() -> list[Check]:
         Check("packaged kernels", _look_at_packaged, f"unset {settings.PACKAGED_KERNELS.name}"),
         *(Check(variable.name, _look_at(value), variable.meaning) for variable, value in VARIABLE_VALUES),
         Check("variables", _look_at_others, f"known are {', '.join(variable.name for variable in settings.VARIABLES)}"),
-        *(Check(engine.name, _look_at_engine(engine), "") for engine in engines.ENGINES if _is_installed(engine)),
+        *(
+            Check(engine.name, _look_at_engine(engine), "")
+            for engine in engines.ENGINES
+            if engines.installed_version(engine)
+        ),
         Check("tuned choices", _look_at_tuned, f"remove that file, or set {settings.TUNED.name} to another one"),
         Check("compiler", _to_compile(_look_at_compiler), tested),
         Check("cache", _look_at_cache, "set DEEP_TILE_CACHE_DIR to a directory of your own, on a disk with space"),
@@ -158,10 +161,6 @@ def _look_at_others() -> tuple[str, str]:
     ours = (name for name in sorted(os.environ) if name.startswith("DEEP_TILE_"))
     unread = [name for name in ours if name not in known and not name.startswith("DEEP_TILE_TEST_")]
     return ("warn", f"nobody reads {', '.join(unread)}") if unread else ("ok", "no others of DEEP_TILE_")
-
-
-def _is_installed(engine: engines.Engine) -> bool:
-    return engines.installed_version(engine) is not None
 
 
 def _look_at_engine(engine: engines.Engine) -> Callable[[], tuple[str, ...]]:

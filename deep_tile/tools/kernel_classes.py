@@ -79,15 +79,6 @@ class KernelClass(NamedTuple):
 # ---- the classes
 
 
-def _why_attention(_: Attention) -> str:
-    rule = "is the largest block of scores that passes the register and the capacity wall"
-    return f"{rule}; each block costs a softmax's reductions and barriers"
-
-
-def _why_convolution(_: Convolution) -> str:
-    return "has the shortest estimated time, and of those with the same time the most FLOP per byte of L2"
-
-
 def _why_elementwise(launch: Elementwise) -> str:
     if launch.unroll >= launch.stages_min:
         return f"has the fewest loads per thread that keep the memory busy, which takes {launch.stages_min}"
@@ -145,7 +136,10 @@ CLASSES = {
         ("registers", "capacity", "L2, the tile", "latency"),
         "registers: output, scores and scores as operands; stages: blocks of K and V, least by latency, used, most by "
         "capacity",
-        _why_attention,
+        lambda _: (
+            "is the largest block of scores that passes the register and the capacity wall; each block costs a "
+            "softmax's reductions and barriers"
+        ),
     ),
     "convolution": KernelClass(
         "how a convolution is tiled as an implicit matrix product, and why",
@@ -172,7 +166,7 @@ CLASSES = {
         ("registers", "capacity", "L2, gathered anew", "L2, kept with its halo", "shared memory, WGMMA", "latency"),
         "us: estimated, where SMs share no bytes of L2; input: pixels that a tile reads of an image, kept with their "
         "halo; gathered: FLOP per byte without that; stages: of filters, least by latency, used, most by capacity",
-        _why_convolution,
+        lambda _: "has the shortest estimated time, and of those with the same time the most FLOP per byte of L2",
     ),
     "elementwise": KernelClass(
         "how to launch an element-wise kernel, and why",
@@ -278,7 +272,10 @@ def why(explained: Explained) -> str:
 def show(explained: Explained, console: Console, most: int | None) -> None:
     """Print it; `most` candidates at most, None: all."""
     gpu, choice = explained.hardware, explained.choice
-    asked = ", ".join(f"{name} = {_plain(value)}" for name, value in explained.asked.items())
+    asked = ", ".join(
+        f"{name} = {value:g}" if isinstance(value, float) else f"{name} = {value}"
+        for name, value in explained.asked.items()
+    )
     console.print(f"{explained.name}: {asked} on {gpu.num_sms} SMs of {gpu.name}", style="bold")
     console.print()
     console.print(_wall_table(explained), "")
@@ -286,10 +283,6 @@ def show(explained: Explained, console: Console, most: int | None) -> None:
     console.print(why(explained))
     for line in _decisions(choice):
         console.print(f"- {line}")
-
-
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _decisions(choice: Tile) -> Iterable[str]:

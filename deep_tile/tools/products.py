@@ -5,6 +5,8 @@ Called by demo.py, demo_kinds.py, doctor.py and trials.py. Imports torch only wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import deep_tile
@@ -53,8 +55,10 @@ def _wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def operands_of(kind: Kind, shape: tuple[int, int, int], device: str, seed: int = 0) -> list[torch.Tensor]:
-    """Normal samples with scales between 0.5 and 1.5."""
+    """Normal samples with scales between 0.5 and 1.5, and rows at multiples of 16 bytes."""
     import torch
+
+    from deep_tile.tensors import with_aligned_rows
 
     generator = torch.Generator(device).manual_seed(seed)
     m, n, k = shape
@@ -64,7 +68,7 @@ def operands_of(kind: Kind, shape: tuple[int, int, int], device: str, seed: int 
     def matrix(rows: int, element: Element) -> torch.Tensor:
         values = torch.randn(rows, k, generator=generator, device=device) * size
         dtype = getattr(torch, element.dtype)
-        return (values.round().clamp(-127, 127) if dtype == torch.int8 else values).to(dtype)
+        return with_aligned_rows((values.round().clamp(-127, 127) if dtype == torch.int8 else values).to(dtype))
 
     def scale(rows: int) -> torch.Tensor:
         blocks = ceil_div(k, SCALE_BLOCK) if kind.block_scales else 1
@@ -103,24 +107,20 @@ def empty_out(kind: Kind, operands: list[torch.Tensor], output: str | None = Non
 def multiply(
     kind: Kind, operands: list[torch.Tensor], out: torch.Tensor, config: GemmConfig | None = None
 ) -> torch.Tensor:
-    if kind.packing:
-        return deep_tile.packed_gemm(*operands, out, config=config)
-    if kind.scaling == "none":
-        return deep_tile.gemm(*operands, out, config=config)
-    if kind.name == "int8":
-        return deep_tile.int8_gemm(*operands, out, config=config)
-    return deep_tile.scaled_gemm(*operands, out, fast_accum=kind.scaling != "promoted_rows", config=config)
+    return _function(kind, "none")(*operands, out, config=config)
 
 
 def multiply_groups(kind: Kind, operands: tuple[torch.Tensor, ...], **keywords: object) -> torch.Tensor:
     """A row-grouped GEMM; bounds and the rest by keyword."""
-    if kind.name == "fp8":
-        return deep_tile.fp8_grouped_gemm(*operands, **keywords)
-    if kind.packing:
-        return deep_tile.packed_grouped_gemm(*operands, **keywords)
-    if kind.scaling == "none":
-        return deep_tile.grouped_gemm(*operands, **keywords)
-    return deep_tile.scaled_grouped_gemm(*operands, fast_accum=kind.scaling != "promoted_rows", **keywords)
+    return _function(kind, "offs")(*operands, **keywords)
+
+
+def _function(kind: Kind, grouping: str) -> Callable[..., torch.Tensor]:
+    """The function that multiplies operands of a kind."""
+    from deep_tile.api import product_for
+
+    function = getattr(deep_tile, product_for(kind, grouping).called)
+    return partial(function, fast_accum=False) if kind.scaling == "promoted_rows" else function
 
 
 def exact_product_of(kind: Kind, operands: list[torch.Tensor]) -> torch.Tensor:

@@ -11,19 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.dense import REFERENCES, fp8_gemm, unpacked
-from deep_tile.kinds import RESULTS
+from deep_tile.config import SCALE_BLOCK, GemmConfig, round_up
+from deep_tile.dense import REFERENCES, unpacked
 from deep_tile.problem import GemmProblem
-from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_tile.quantize import per_token_cast_to_fp8
 from deep_tile.reference import (
     MAX_RELATIVE_ERROR,
-    fp8_gemm_reference,
     fp8_grouped_wgrad_reference,
     grouped_reference,
     relative_error,
 )
 from deep_tile.select.groups import SPREAD
+from deep_tile.tensors import with_aligned_rows
 from deep_tile.tools.products import (
     empty_out,
     exact_product_of,
@@ -53,9 +52,7 @@ class Trial(NamedTuple):
 
 def trial_of(problem: GemmProblem, device: str = "cuda") -> Trial:
     """The trial for a bucket, grouped or not."""
-    of_groups = {"offs": _rows, "counts": _rows, "k_offs": _gradients}
-    make = of_groups.get(problem.grouping, _dense if problem.kind == "fp8" else _of_kind)
-    return make(problem, torch.Generator(device).manual_seed(0))
+    return {"none": _dense, "k_offs": _gradients}.get(problem.grouping, _rows)(problem, device)
 
 
 def sizes_of(problem: GemmProblem) -> list[int]:
@@ -66,21 +63,8 @@ def sizes_of(problem: GemmProblem) -> list[int]:
     return [max(1, round(rows * share)) for share in shares]
 
 
-def _dense(problem: GemmProblem, generator: torch.Generator) -> Trial:
-    m, n, k = problem.m, problem.n, problem.k
-    operands = *_cast_rows(_normal(m, k, generator)), *(x[0] for x in _weights(1, n, k, generator))
-    expected = fp8_gemm_reference(*operands, torch.float32)
-    out = torch.empty(m, n, dtype=getattr(torch, RESULTS[problem.output].dtype), device=generator.device)
-    return Trial(
-        lambda config: fp8_gemm(*operands, out, config=config),
-        partial(out.fill_, float("nan")),
-        lambda: relative_error(out, expected),
-    )
-
-
-def _of_kind(problem: GemmProblem, generator: torch.Generator) -> Trial:
-    """A dense trial for kinds other than "fp8"."""
-    kind, device = problem.product, str(generator.device)
+def _dense(problem: GemmProblem, device: str) -> Trial:
+    kind = problem.product
     operands = operands_of(kind, (problem.m, problem.n, problem.k), device)
     out, exact = empty_out(kind, operands, problem.output), exact_product_of(kind, operands)
     return Trial(
@@ -91,13 +75,13 @@ def _of_kind(problem: GemmProblem, generator: torch.Generator) -> Trial:
     )
 
 
-def _rows(problem: GemmProblem, generator: torch.Generator) -> Trial:
+def _rows(problem: GemmProblem, device: str) -> Trial:
     """A row-grouped trial."""
     kind, sizes, by_counts = problem.product, sizes_of(problem), problem.groups.layout == "counts"
     rows = len(sizes) * max(sizes) if by_counts else sum(sizes)
-    of_rows, of_groups = _grouped_operands(problem, rows, generator)
-    out = torch.empty(rows, problem.n, dtype=getattr(torch, problem.out.dtype), device=generator.device)
-    bounds = torch.tensor(sizes if by_counts else list(accumulate(sizes)), dtype=torch.int32, device=generator.device)
+    of_rows, of_groups = _grouped_operands(problem, rows, device)
+    out = torch.empty(rows, problem.n, dtype=getattr(torch, problem.out.dtype), device=device)
+    bounds = torch.tensor(sizes if by_counts else list(accumulate(sizes)), dtype=torch.int32, device=device)
     if by_counts:
         *of_rows, out = (x.unflatten(0, (len(sizes), -1)) for x in (*of_rows, out))
     expected = torch.empty_like(out, dtype=torch.float64)
@@ -112,31 +96,29 @@ def _rows(problem: GemmProblem, generator: torch.Generator) -> Trial:
     )
 
 
-def _grouped_operands(problem: GemmProblem, rows: int, generator: torch.Generator) -> tuple[list, list]:
+def _grouped_operands(problem: GemmProblem, rows: int, device: str) -> tuple[list, list]:
     """Row and group operands: each a matrix with its scale, if any."""
     kind, n, k, groups = problem.product, problem.n, problem.k, problem.groups.count
-    if kind.name == "fp8":
-        return list(_cast_rows(_normal(rows, k, generator))), list(_weights(groups, n, k, generator))
-    device = str(generator.device)
     half = 1 if kind.scaling == "none" else 2
     weights = [operands_of(kind, (1, n, k), device, seed=group)[half:] for group in range(groups)]
-    return operands_of(kind, (rows, n, k), device)[:half], list(map(torch.stack, zip(*weights, strict=True)))
+    of_groups = [with_aligned_rows(torch.stack(each)) for each in zip(*weights, strict=True)]
+    return operands_of(kind, (rows, n, k), device)[:half], of_groups
 
 
-def _gradients(problem: GemmProblem, generator: torch.Generator) -> Trial:
+def _gradients(problem: GemmProblem, device: str) -> Trial:
     """A K-grouped trial, whose weight gradients [m, n] are added to `out`."""
     sizes = sizes_of(problem)
     begins = list(accumulate((round_up(size, SCALE_BLOCK) for size in sizes), initial=0))
     ends = [begin + size for begin, size in zip(begins, sizes, strict=False)]
-    tokens = begins[-1]
+    tokens, generator = begins[-1], torch.Generator(device).manual_seed(0)
     operands = []
     for rows in (problem.m, problem.n):
-        x = _normal(rows, tokens, generator)
+        x = torch.randn(rows, tokens, generator=generator, device=device, dtype=torch.bfloat16)
         for end, begin in zip(ends, begins[1:], strict=True):
             x[:, end:begin] = 0
-        operands += _cast_rows(x)
-    offs = torch.tensor(ends, dtype=torch.int32, device=generator.device)
-    out = torch.zeros(len(sizes), problem.m, problem.n, device=generator.device)
+        operands += per_token_cast_to_fp8(x)
+    offs = torch.tensor(ends, dtype=torch.int32, device=device)
+    out = torch.zeros(len(sizes), problem.m, problem.n, device=device)
     expected = torch.empty_like(out)
     fp8_grouped_wgrad_reference(*operands, offs, expected, SCALE_BLOCK, accumulate=False)
     return Trial(
@@ -144,26 +126,3 @@ def _gradients(problem: GemmProblem, generator: torch.Generator) -> Trial:
         out.zero_,
         lambda: relative_error(out, expected),
     )
-
-
-def _normal(rows: int, k: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(rows, k, generator=generator, device=generator.device, dtype=torch.bfloat16)
-
-
-def _cast_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return per_token_cast_to_fp8(x, out=_padded(*x.shape, device=x.device))
-
-
-def _weights(count: int, n: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """As many as that, and their scales."""
-    b = _padded(count, n, k, device=generator.device)
-    b_scale = torch.empty(count, ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK), device=generator.device)
-    for weight, scale in zip(b, b_scale, strict=True):
-        per_block_cast_to_fp8(_normal(n, k, generator), out=weight, scale_out=scale)
-    return b, b_scale
-
-
-def _padded(*shape: int, device: torch.device) -> torch.Tensor:
-    """FP8 with rows at multiples of 16 bytes."""
-    *rows, k = shape
-    return torch.empty(*rows, round_up(k, 16), dtype=FP8_DTYPE, device=device)[..., :k]

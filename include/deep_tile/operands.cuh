@@ -15,13 +15,14 @@ struct OperandBox {
     int rows;
 };
 
-// TMA boxes for an MN-major operand, as many as there are rows for. A box covers `span` bytes of rows by 64 elements of
-// K; out-of-bounds rows become zeros. If two CTAs share the operand, each loads half of a box's K: `rows` is then half
-// of the boxes' rows.
-template <int tile_rows, int span, int sharers>
+// TMA boxes for an MN-major operand, as many as there are rows for. A box covers 128 bytes of rows, or a narrower span,
+// by 64 elements of K. The matrix's last box of `a` has its rows only, a multiple of 8: full boxes with 8 rows inside
+// take up to 1.8 times as long (8x27392x4096, 64x32, H100, 2026-11-26). The last box of `b`, which is rarely cut, is
+// full: out-of-bounds rows become zeros. If two CTAs share the operand, each loads half of a box's K: `rows` is then
+// half of the boxes' rows.
+template <int tile_rows, int unit, int sharers>
 __device__ __forceinline__ OperandBox span_boxes(const TensorMap& map, int left) {
-    constexpr int box_rows = span / sizeof(u16);
-    return {&map, min(ceil_div(max(left, 0), box_rows) * box_rows, tile_rows) / sharers};
+    return {&map, min(ceil_div(max(left, 0), unit) * unit, tile_rows) / sharers};
 }
 
 // TMA boxes for `a` in a row group, one below the other: as many quarters as hold the group's rows, or one full box.
@@ -43,7 +44,7 @@ __device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<c
         constexpr int quarter = QuarterBoxes<config>::quarter;
         return {min(ceil_div(tile.end - tile.out, quarter) * quarter, config.block_m)};
     } else if constexpr (config.a_span > 0) {
-        return span_boxes<config.block_m, config.a_span, config.cluster_n>(params.a_maps[0], params.m - tile.a_row());
+        return span_boxes<config.block_m, 8, config.cluster_n>(params.a_maps[0], params.m - tile.a_row());
     } else {
         const bool last = tile.a_row() + config.block_m > params.m;
         const bool beyond = config.cluster_m > 1 && tile.a_row() >= params.m;
@@ -54,7 +55,8 @@ __device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<c
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<config> tile) {
     if constexpr (config.b_span > 0) {
-        return span_boxes<config.b_rows, config.b_span, config.cluster_m>(params.b_maps[0], params.n - tile.b_row());
+        constexpr int box_rows = config.b_span / sizeof(u16);
+        return span_boxes<config.b_rows, box_rows, config.cluster_m>(params.b_maps[0], params.n - tile.b_row());
     } else {
         const bool last = tile.out_column() + config.block_n > params.n;
         const bool beyond = config.cluster_n > 1 && tile.out_column() >= params.n;
@@ -85,7 +87,7 @@ class OperandLoader {
         } else {
             ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.k_bytes);
         }
-        load<config.b_rows, config.b_span, shared>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
+        load<config.b_rows, config.b_span, shared, false>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
     }
 
     // Loads the K block of `a`. Scales that TMA copies go first: behind the operands in TMA's queue they gain nothing.
@@ -105,7 +107,7 @@ class OperandLoader {
             load_quarters(smem_.a[stage], full(stage), step);
         } else {
             constexpr bool shared = config.cluster_n > 1;
-            load<config.block_m, config.a_span, shared>(smem_.a[stage], a_, full(stage), tile_.a_row(), step);
+            load<config.block_m, config.a_span, shared, true>(smem_.a[stage], a_, full(stage), tile_.a_row(), step);
         }
     }
 
@@ -150,17 +152,18 @@ class OperandLoader {
         }
     }
 
-    template <int tile_rows, int span, bool shared>
+    template <int tile_rows, int span, bool shared, bool cut>
     __device__ __forceinline__ void load(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
         if constexpr (span > 0) {
-            load_spans<tile_rows, span, shared>(tile, operand, barrier, row, step);
+            load_spans<tile_rows, span, shared, cut>(tile, operand, barrier, row, step);
         } else {
             load_rows<tile_rows, shared>(tile, operand, barrier, row, step);
         }
     }
 
-    // Loads box by box. Halves of a box lie one behind the other, since each has its own K.
-    template <int tile_rows, int span, bool shared>
+    // Loads box by box. Halves of a box lie one behind the other, since each has its own K. A `cut` last box has the
+    // other map; in shared memory its rows of K are as far apart as a full one's.
+    template <int tile_rows, int span, bool shared, bool cut>
     __device__ __forceinline__ void load_spans(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
         constexpr bool multicasts = shared && multicast;
         constexpr int sharers = shared ? 2 : 1, box_k = span_k / sharers, box_rows = span / sizeof(u16);
@@ -168,12 +171,13 @@ class OperandLoader {
         for (int i = 0; i < config.scale_blocks; ++i) {
 #pragma unroll 1
             for (int first = 0; first < operand.rows * sharers; first += box_rows) {
+                const TensorMap& map = operand.map[cut && first + box_rows > operand.rows * sharers];
 #pragma unroll
                 for (int half = 0; half < (multicasts ? 1 : sharers); ++half) {
                     const int k = (multicasts ? rank_ : half) * box_k;  // within the K block
                     const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * k_block_bytes + k * span;
                     const int at = (row + first) * sizeof(u16);  // maps count rows in bytes
-                    request<multicasts>(smem, *operand.map, at, map_k(step * config.block_k + i * span_k + k), barrier);
+                    request<multicasts>(smem, map, at, map_k(step * config.block_k + i * span_k + k), barrier);
                 }
             }
         }
@@ -234,14 +238,15 @@ class OperandLoader {
 // launch (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
-    if constexpr (config.grouped()) ptx::griddepcontrol_wait();  // the preceding kernel may have written the bounds
+    // The preceding kernel may have written the bounds.
+    if (config.grouped() && !reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();
     const Tile<config> tile = TileScheduler<config>(params).first();
     if (config.grouped() && !tile.valid) return 0;
     KRange range = k_range<config>(params);
     if constexpr (config.by_k) range = tile_range(tile);
     const int stages = min(min(config.stages, 5), range.end - range.begin);
     const OperandLoader<config, false> loader(params, smem, tile);
-    const bool early_b = !config.grouped() && params.early_b;
+    const bool early_b = !config.by_k && params.early_b;
     if (!early_b) ptx::griddepcontrol_wait();
     if (ptx::elect_sync()) {
 #pragma unroll 1

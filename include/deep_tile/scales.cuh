@@ -197,7 +197,7 @@ class RunReader : public ScaleReader<config> {
 template <GemmConfig config>
 __device__ __forceinline__ bool request_first_scales(const GemmParams& params, SharedStorage<config>& smem, int warp) {
     KRange range = k_range<config>(params);
-    ptx::griddepcontrol_wait();
+    if (!reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();
     if (!config.by_k && warp >= min(config.stages, range.end - range.begin)) return false;
     const Tile<config> tile = TileScheduler<config>(params).first();
     if (config.grouped() && !tile.valid) return false;
@@ -205,6 +205,7 @@ __device__ __forceinline__ bool request_first_scales(const GemmParams& params, S
         range = tile_range(tile);
         if (warp >= min(config.stages, range.end - range.begin)) return false;
     }
+    if (reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();
     ScaleReader<config>(params, tile, range.begin + warp).copy(smem, warp);
     return true;
 }
@@ -232,6 +233,7 @@ template <GemmConfig config>
 __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedStorage<config>& smem, int warp,
                                                bool requested) {
     using Runs = RunReader<config>;
+    if (reads_bounds_early<config>(params)) ptx::griddepcontrol_wait();  // where no first stage was requested
     if (requested) ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[warp]));
     const bool in_runs = config.reads_runs && params.scale_runs != 0;
     if (in_runs && warp >= Runs::warps) return;

@@ -34,6 +34,13 @@ __device__ __forceinline__ int group_end(const Tile<config>& tile) {
     }
 }
 
+// Returns whether a launch's first requests read the bounds of groups, and ask for `b`, while the preceding kernel still
+// runs: the caller declares that it writes neither.
+template <GemmConfig config>
+__device__ __forceinline__ bool reads_bounds_early(const GemmParams& params) {
+    return config.row_groups() && params.early_b;
+}
+
 // K range that this CTA handles in every tile, in stages.
 struct KRange {
     int begin, end;

@@ -19,8 +19,11 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from deep_tile import dequantize
 from deep_tile.integrations.vllm_experts import DeepTileBatchedExperts, DeepTileExperts
 from deep_tile.integrations.vllm_linear import DeepTileFp8BlockScaledMMKernel
+from deep_tile.integrations.vllm_mxfp4 import DeepTileMxfp4Experts
 
-CLASSES = DeepTileBatchedExperts, DeepTileExperts, DeepTileFp8BlockScaledMMKernel
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = torch.cat([E2M1, -E2M1])
+CLASSES = DeepTileMxfp4Experts, DeepTileBatchedExperts, DeepTileExperts, DeepTileFp8BlockScaledMMKernel
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -49,12 +52,37 @@ def of_linear(layer, x: torch.Tensor) -> float:
     return error(layer(x)[0], x.float() @ weight.t())
 
 
-def of_experts(kernel, layer, x: torch.Tensor) -> float:
+def in_blocks(layer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Matrices of an FP8 layer's experts."""
     weights = (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
-    up, down = (
+    return tuple(
         [dequantize(w, s, block=(128, 128)) for w, s in zip(weight.data, scale.data, strict=True)]
         for weight, scale in weights
     )
+
+
+def of_codes() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Those of a layer of MXFP4, and its biases, as they were loaded."""
+    found = {name.rpartition(".")[2]: x for name, x in models.DRAWN.items()}
+
+    def wide(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        values = E2M1[torch.stack([codes % 16, codes // 16], -1).flatten(-2).int()]
+        return values * torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
+
+    matrices = (wide(found[f"{name}_weight"], found[f"{name}_weight_scale"]) for name in ("w13", "w2"))
+    return tuple(matrices), tuple(found.get(f"{name}_bias", torch.zeros(8, 1)) for name in ("w13", "w2"))
+
+
+def gated(gate_up: torch.Tensor, activation: MoEActivation) -> torch.Tensor:
+    if activation == MoEActivation.SILU:
+        gate, up = gate_up.chunk(2)
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate_up[::2].clamp(max=7), gate_up[1::2].clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def of_experts(kernel, layer, x: torch.Tensor, matrices, biases) -> float:
+    (up, down), (up_bias, down_bias) = matrices, biases
     ids = torch.stack([torch.randperm(8)[:2] for _ in x]).int()
     shares = torch.rand(len(x), 2)
     out = kernel.apply(
@@ -63,7 +91,7 @@ def of_experts(kernel, layer, x: torch.Tensor) -> float:
         w2=layer.w2_weight,
         topk_weights=shares,
         topk_ids=ids,
-        activation=MoEActivation.SILU,
+        activation=layer.activation,
         global_num_experts=8,
         expert_map=None,
         apply_router_weight_on_input=False,
@@ -71,8 +99,8 @@ def of_experts(kernel, layer, x: torch.Tensor) -> float:
     wanted = torch.zeros(x.shape)
     for token, chosen in enumerate(ids.tolist()):
         for j, expert in enumerate(chosen):
-            gate, other = (x[token].float() @ up[expert].t()).chunk(2)
-            wanted[token] += shares[token, j] * (torch.nn.functional.silu(gate) * other @ down[expert].t())
+            h = gated(x[token].float() @ up[expert].t() + up_bias[expert].float(), layer.activation)
+            wanted[token] += shares[token, j] * (h @ down[expert].t() + down_bias[expert].float())
     return error(out, wanted)
 
 
@@ -113,26 +141,43 @@ def make_model(folder: str, kind: str):
         return config, get_model(vllm_config=config)
 
 
+def of_layer(config, layer, kind: str) -> dict:
+    """What serves a layer in FP8 blocks, and its errors."""
+    x, projection = torch.randn(5, 256, dtype=torch.bfloat16), layer.self_attn.qkv_proj
+    found = {"linear": type(projection.quant_method.fp8_linear).__name__}
+    serves = found["linear"].startswith("DeepTile")
+    if serves:
+        found["error_of_linear"] = of_linear(projection, x)
+    if serves and kind == "dense":
+        found["error_of_compiled"], found["gates"] = of_compiled(config, layer.mlp, x)
+    if kind == "experts":
+        runner = layer.mlp.experts
+        kernel = runner._quant_method.moe_kernel
+        found["experts"] = type(kernel.impl.fused_experts).__name__
+        if serves:
+            experts, none = runner.routed_experts, (torch.zeros(8, 1),) * 2
+            found["error_of_experts"] = of_experts(kernel, experts, x, in_blocks(experts), none)
+    return found
+
+
+def of_mxfp4_layer(layer) -> dict:
+    """What serves its experts, and their error."""
+    runner, x = layer.mlp.experts, torch.randn(5, 256, dtype=torch.bfloat16)
+    method, experts = runner._quant_method, runner.routed_experts
+    found = {"experts": method.experts_cls.__name__, "activation": experts.activation.value}
+    if found["experts"].startswith("DeepTile"):
+        found["error_of_experts"] = of_experts(method.moe_kernel, experts, x, *of_codes())
+    return found
+
+
 def main(folder: str, kind: str) -> None:
     type(platforms.current_platform).dispatch_key = "CPU"
     config, model = make_model(folder, kind)
-    layer, x = model.model.layers[0], torch.randn(5, 256, dtype=torch.bfloat16)
-    projection = layer.self_attn.qkv_proj
     found = {"key": envs.compile_factors().get("VLLM_USE_DEEP_TILE")}
-    found["linear"] = type(projection.quant_method.fp8_linear).__name__
-    serves = found["linear"].startswith("DeepTile")
     found["abstract"] = {each.__name__: sorted(each.__abstractmethods__) for each in CLASSES}
+    layer = model.model.layers[0]
     with torch.inference_mode(), set_current_vllm_config(config):
-        if serves:
-            found["error_of_linear"] = of_linear(projection, x)
-        if serves and kind == "dense":
-            found["error_of_compiled"], found["gates"] = of_compiled(config, layer.mlp, x)
-        if kind == "experts":
-            runner = layer.mlp.experts
-            kernel = runner._quant_method.moe_kernel
-            found["experts"] = type(kernel.impl.fused_experts).__name__
-            if serves:
-                found["error_of_experts"] = of_experts(kernel, runner.routed_experts, x)
+        found |= of_mxfp4_layer(layer) if kind in models.OF_MXFP4 else of_layer(config, layer, kind)
     print("FOUND", json.dumps(found))
 
 

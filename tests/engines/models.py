@@ -1,4 +1,4 @@
-"""Models of random weights for vLLM, dense and of experts, in FP8 blocks or in BF16 with what those blocks say.
+"""Models of random weights for vLLM, dense and of experts, in FP8 blocks, in MXFP4, or in BF16 with what blocks say.
 
 Used by in_vllm.py and serve.py beside it, in vLLM's own processes.
 """
@@ -41,11 +41,30 @@ _KINDS = {
 }
 
 
+_KINDS["mxfp4"] = _KINDS["experts"]
+_KINDS["gpt_oss"] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "layer_types": ["full_attention"],
+    "num_local_experts": 8,
+    "experts_per_token": 2,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+}
+OF_MXFP4 = ("mxfp4", "gpt_oss")
+"""Whose experts alone are quantised."""
+
+DRAWN: dict[str, torch.Tensor] = {}
+"""Codes, scales and biases of experts of MXFP4 as they were loaded, which engines then convert."""
+
+
 def config(kind: str, sizes: dict, in_blocks: bool = True) -> dict:
     """What config.json says of a model of Qwen3's; `sizes` has its layers, widths and counts."""
     found = _COMMON | _KINDS[kind] | sizes
     if not in_blocks:
         return found
+    if kind in OF_MXFP4:
+        return found | {"quantization_config": {"quant_method": "mxfp4"}}
     gates = [f"model.layers.{layer}.mlp.gate" for layer in range(sizes["num_hidden_layers"])]
     quantization = {
         "activation_scheme": "dynamic",
@@ -67,12 +86,17 @@ class RandomWeights(BaseModelLoader):
         parameters = dict(model.named_parameters())
         for name, parameter in parameters.items():
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-            if name.endswith(_IN_BLOCKS):
+            if parameter.dtype == torch.uint8:
+                first, last = (112, 122) if name.endswith("scale") else (0, 256)
+                parameter.data.random_(first, last, generator=generator)
+            elif name.endswith(_IN_BLOCKS):
                 scale = parameters.get(f"{name}_scale_inv")
                 _fill_blocks(parameter.data, None if scale is None else scale.data, generator)
             elif "scale" not in name:
                 mean, std = (1, 0.1) if parameter.dim() == 1 else (0, STD)
                 parameter.data.normal_(mean, std, generator=generator)
+            if parameter.dtype == torch.uint8 or name.endswith(("w13_bias", "w2_bias")):
+                DRAWN[name] = parameter.data.clone()
         torch.accelerator.empty_cache()
 
 

@@ -90,7 +90,7 @@ BESIDE = [
     "yarl",
     "zipp",
 ]
-"""What the engines import, besides what deep_tile's own environment has."""
+"""Packages that the engines import and deep_tile's environment lacks."""
 
 STAND_INS = {
     "vllm": "xgrammar llguidance outlines_core numba",
@@ -98,7 +98,7 @@ STAND_INS = {
     "smg_grpc_servicer torchao torchcodec torchvision triton xgrammar",
 }
 MOST_ERROR = 0.08
-"""Of results of random layers in FP8, against dequantised weights."""
+"""Largest error of random FP8 layers against dequantised weights."""
 
 
 def main() -> int:
@@ -142,7 +142,7 @@ def unpack(folder: Path, name: str) -> None:
 
 
 def write_entry_points(folder: Path) -> None:
-    """As pip would install deep_tile's, whatever state the environment's own are in."""
+    """Write deep_tile's entry points as pip would, whatever the environment's own are."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     info = folder / "deep_tile-0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def write_entry_points(folder: Path) -> None:
 
 
 def run(folder: Path, name: str, script: str, *arguments: str, **variables: str) -> tuple[dict, str]:
-    """What a script found, and all that was said."""
+    """Run a script. Returns its result and all its output."""
     engine = name.partition("-")[0]
     path = [HERE, folder / name, folder / "beside", folder / "plugin", ROOT]
     environment = {
@@ -178,11 +178,11 @@ def run(folder: Path, name: str, script: str, *arguments: str, **variables: str)
 
 def check_vllm(folder: Path, name: str) -> list[str]:
     failures = []
-    for kind, variable in (("dense", "1"), ("experts", "1"), ("dense", "")):
+    for kind, variable in (*((kind, "1") for kind in ("dense", "experts", "mxfp4", "gpt_oss")), ("dense", "")):
         with tempfile.TemporaryDirectory(dir=folder) as model:
             found, said = run(folder, name, "in_vllm.py", model, kind, VLLM_USE_DEEP_TILE=variable)
         print(name, kind, f"VLLM_USE_DEEP_TILE={variable}", found, flush=True)
-        classes = [found["linear"], *([found["experts"]] if kind == "experts" else [])]
+        classes = [found[what] for what in ("linear", "experts") if what in found]
         if any(each.startswith("DeepTile") is not bool(variable) for each in classes):
             failures.append(f"{kind}, variable {variable!r}: {classes} serve\n{said[-2000:]}")
         failures += [f"{name} has no {missing}" for name, missing in found["abstract"].items() if missing]
@@ -193,7 +193,9 @@ def check_vllm(folder: Path, name: str) -> list[str]:
         failures += [
             f"{kind}: {what} is {found[what]}" for what in found if what[:5] == "error" and found[what] > MOST_ERROR
         ]
-    return failures
+    found, _ = run(folder, name, "in_vllm_indexer.py")
+    print(name, "indexer", found, flush=True)
+    return failures + [f"indexer: {part} chooses other keys" for part, right in found.items() if not right]
 
 
 def check_sglang(folder: Path, name: str) -> list[str]:

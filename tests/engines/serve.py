@@ -43,26 +43,26 @@ SIZES = {
         "vocab_size": 151936,
     },
 }
-"""Of Qwen3-8B, and of Qwen3-30B-A3B with 16 of its 48 layers, so that three engines fit into 80 GB."""
+"""Sizes of Qwen3-8B, and of Qwen3-30B-A3B with 16 of its 48 layers, so that three engines fit into 80 GB."""
 
 MOST_TOKENS = 8192
 DECODES, TOKENS, PREFILLS = (1, 32), 48, (2048, 8192)
 NEW_LENGTHS = (5, 77, 300, 777, 1500, 3001, 5500, 7001)
-"""Prompts of numbers of tokens that an engine has not seen."""
+"""Prompt lengths that an engine has not seen."""
 ROUNDS, REPEATS = 4, 3
 PROFILES = {"decode of 1": (1, 16, 8), "decode of 32": (32, 16, 8), "prefill of 2048": (1, 2048, 1)}
 """Prompts, tokens of each, and tokens to make."""
 OURS = ("fp8_gemm_", "fp8_cast_", "fp8_combine_", "sort_by_expert_")
 """How names of its kernels begin."""
 MORE_DIFFERENCE = 1.1
-"""Of log-probabilities from those in BF16, times that of vLLM's own kernels."""
+"""Largest difference of log-probabilities from BF16, as a multiple of vLLM's own kernels'."""
 
 
 # ---- within an engine
 
 
 class Worker:
-    """What vLLM's worker is asked, besides what it has (`worker_extension_cls`)."""
+    """Requests to vLLM's worker beyond its own (`worker_extension_cls`)."""
 
     def compilations(self) -> int:
         import deep_tile
@@ -70,7 +70,7 @@ class Worker:
         return deep_tile.compilations()
 
     def classes(self) -> list[str]:
-        """Which of them multiply."""
+        """Classes of the layers that multiply."""
         found = set()
         for module in self.model_runner.get_model().modules():
             method = getattr(module, "quant_method", None)
@@ -96,7 +96,7 @@ class Worker:
 
 
 class Served:
-    """vLLM's engine of one model, in this process; each method is a request of the parent's."""
+    """vLLM's engine of one model in this process; each method serves a request of the parent process."""
 
     def __init__(self, folder: str, kind: str, layers: int, in_blocks: bool) -> None:
         import models
@@ -129,7 +129,7 @@ class Served:
         return self._engine.collective_rpc("compilations")[0]
 
     def say(self, prompts: int, length: int, tokens: int) -> dict:
-        """Log-probabilities of prompts, the same in every engine, and what follows them."""
+        """Log-probabilities of prompts, the same in every engine, and the tokens that follow."""
         self._drawn = 0
         outputs = self._run(prompts, length, tokens, prompt_logprobs=0)
         logprobs = []
@@ -164,7 +164,7 @@ class Served:
 
 
 def answer(kind: str, layers: int, role: str) -> None:
-    """Requests of the parent's, a line of JSON each, until there are no more."""
+    """Serve the parent's requests, a line of JSON each, until they end."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the log, too, is vLLM's
     with tempfile.TemporaryDirectory() as folder:
@@ -196,7 +196,7 @@ class Engine:
         self._state = None
 
     def wait(self) -> dict:
-        """Until it serves; classes that multiply, and how long it took."""
+        """Wait until it serves. Returns the classes that multiply, and the time that it took."""
         self._state = self._state or self._reply()
         return self._state
 
@@ -219,7 +219,7 @@ class Engine:
 
 
 class Trial:
-    """Both engines of one kind of model, and a third in BF16."""
+    """Two engines of one kind of model, with and without deep_tile, and a third in BF16."""
 
     def __init__(self, kind: str, layers: int | None) -> None:
         self.found = {"kind": kind, "layers": layers or SIZES[kind]["num_hidden_layers"]}
@@ -235,13 +235,13 @@ class Trial:
                 self.wait()
 
     def wait(self) -> None:
-        """Until all serve; what ends before is told by `run`."""
+        """Wait until all serve. `run` reports an engine that ends before."""
         for engine in self._engines.values():
             with contextlib.suppress(RuntimeError):
                 engine.wait()
 
     def run(self, rounds: int) -> list[str]:
-        """What is wrong; `found` has what was seen."""
+        """Run the trial and return its faults; `found` gets the measurements."""
         try:
             self._check()
             self._measure(rounds)
@@ -297,7 +297,7 @@ class Trial:
         return [(role, self._engines[role]) for role in ("vllm", "deep_tile")]
 
     def _timed(self, long: tuple, short: tuple | None, count: int, rounds: int) -> dict[str, list[float]]:
-        """Milliseconds of each of `count` steps, a median of each round's, by engine."""
+        """Milliseconds per step, by engine: of `count` steps the median in each round."""
         found = {"vllm": [], "deep_tile": []}
         for n in range(rounds):
             for role, engine in self._both()[:: 1 if n % 2 else -1]:
@@ -309,7 +309,7 @@ class Trial:
 
 
 def _compared(said: dict) -> dict:
-    """Mean differences of log-probabilities and counts of equal tokens, of each pair of engines."""
+    """For each pair of engines, mean differences of log-probabilities and counts of equal tokens."""
     found = {}
     for one, other in (("vllm", "deep_tile"), ("bf16", "vllm"), ("bf16", "deep_tile")):
         if one not in said or other not in said:

@@ -50,7 +50,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def nvml_of_one_h100() -> dict:
-    """What platforms of vLLM ask for."""
+    """The NVML functions that vLLM's platforms call, for one H100."""
     gib = 1 << 30
     answers = {
         "nvmlDeviceGetCount": 1,

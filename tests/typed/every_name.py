@@ -72,7 +72,7 @@ made = assert_type(deep_tile.precompile([(256, 512, 64)], kind="bf16", layouts=[
 assert_type(made.compiled, int)
 assert_type(made.configs, tuple[deep_tile.GemmConfig, ...])
 assert_type(deep_tile.is_available(), tuple[bool, str])
-assert_type(deep_tile.supports(64, 256, 512, dtype=torch.bfloat16), tuple[bool, str])
+assert_type(deep_tile.supports(64, 256, 512, dtype=torch.bfloat16, call="fp8_linear"), tuple[bool, str])
 assert_type(deep_tile.compilations(), int)
 assert_type(deep_tile.explain(64, 256, 512), deep_tile.Explanation)
 assert_type(deep_tile.explain(64, 256, 512)["predicted"], dict[str, float])
