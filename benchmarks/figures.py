@@ -18,7 +18,7 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, cost
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.hardware import H200
-from deep_tile.train.predict import predict as predict_layer
+from deep_tile.select.training import predict as predict_layer
 
 STAIRS = (2112, 7168)
 """n and k of the figure of waves."""

@@ -98,7 +98,7 @@ def swiglu_gradient_cast_both(
     options = amax_floor, round_scale, exact, alignment, blocks
     call = SWIGLU_GRADIENT.trace if is_traced() else SWIGLU_GRADIENT.run
     made = call((dh, gate_up, None, None, None, None, gate_up_scale, share, offs), options)
-    return _parts(Made(*made), blocks, share is not None)
+    return parts_of(Made(*made), blocks, share is not None)
 
 
 class SwigluCast(transposed.AlongTokens):
@@ -168,13 +168,13 @@ class SwigluCast(transposed.AlongTokens):
     def needs_kernel(self, given: Given) -> bool:
         return super().needs_kernel(given) and given[0].shape[1] % SCALE_BLOCK == 0
 
-    def prepare(self, given: Given, options: both.BothOptions) -> launches.Prepared:
+    def prepare(self, given: Given, options: both.BothOptions, **where) -> launches.Prepared:
         dh, gate_up, *_ = given
         lists = self.lists_of(given)
         source = "e4m3" if "gate_up_scale" in lists else "bf16"
         kernel, grid = cast.choose_gated(source, options.blocks, *dh.shape)
         fields = ("dh", "x", "row_out", "row_scale", "out", "scale", *(_FIELDS[name] for name in lists))
-        return quantize.launch_of(self, kernel, grid, given, self.numbers(given, options), fields)
+        return quantize.launch_of(self, kernel, grid, given, self.numbers(given, options), fields, **where)
 
     def numbers(self, given: Given, options: both.BothOptions) -> dict[str, float]:
         dh, gate_up, a, a_scale, out, scale, gate_up_scale, _, offs = given
@@ -203,7 +203,7 @@ class SwigluCast(transposed.AlongTokens):
             along = quantize.per_block_cast_to_fp8(hidden.t(), **quantize.keywords_of(options))
         else:
             along = transposed.transposed_cast_to_fp8(hidden, **lists, **quantize.keywords_of(options))
-        parts = _parts(Made(*made), options.blocks, share is not None)
+        parts = parts_of(Made(*made), options.blocks, share is not None)
         for target, source in zip(parts, (*casts, *along), strict=False):
             is_code = target.dtype == quantize.FP8_DTYPE
             target, source = (x.view(torch.uint8) if is_code else x for x in (target, source))
@@ -219,7 +219,7 @@ def _scale_columns(columns: int, shares: bool) -> int:
     return SCALE_BLOCK * (ceil_div(2 * columns, SCALE_BLOCK) + of_shares)
 
 
-def _parts(made: Made, blocks: bool, shares: bool) -> SwigluGradient:
+def parts_of(made: Made, blocks: bool, shares: bool) -> SwigluGradient:
     behind = made.a.shape[1]
     groups = ceil_div(behind, SCALE_BLOCK)
     ht_scale = made.scale[behind:]

@@ -376,10 +376,10 @@ class Cast(Casting):
         x, out, scale = map(_as_matrix, given[:3])
         definition(x, self.values(options), out, scale, self.lists_of(given))
 
-    def prepare(self, given: Given, options) -> launches.Prepared:
+    def prepare(self, given: Given, options, **where) -> launches.Prepared:
         lists, values = self.lists_of(given), self.values(options)
         kernel, grid, numbers = chosen(*given[:3], values, lists)
-        return launch_of(self, kernel, grid, given, numbers, cast.fields_of_rows((*lists,)))
+        return launch_of(self, kernel, grid, given, numbers, cast.fields_of_rows((*lists,)), **where)
 
 
 _SCALE_LAYOUT = CastOptions._fields.index("scale_layout")

@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deep_tile.ops import SMALLEST_AMAX_FLOOR
-from deep_tile.train import Recipe, experts, linear, linears, mlp, sizes
+from deep_tile.select import training
+from deep_tile.train import Recipe, experts, linear, linears, mlp
 
 LARGEST = 448.0
 """In e4m3."""
@@ -414,10 +415,10 @@ def check(drawn: Drawn, disturb: Callable[[], None]) -> dict[str, torch.Tensor]:
         else:
             faults[f"{i} is off"] = (~(difference <= bound)).sum()
     disturb()
-    most, sizes.MOST_PRODUCTS = sizes.MOST_PRODUCTS, 0
+    most, training.MOST_PRODUCTS = training.MOST_PRODUCTS, 0
     sys.modules["deep_tile.train.linear"]._checked.clear()
     again = run(drawn)
-    sizes.MOST_PRODUCTS = most
+    training.MOST_PRODUCTS = most
     sys.modules["deep_tile.train.linear"]._checked.clear()
     for i, (one, other) in enumerate(zip(got, again, strict=True)):
         faults[f"{i} repeated"] = (one.contiguous().view(torch.uint8) != other.contiguous().view(torch.uint8)).sum()

@@ -599,7 +599,7 @@ def gated_by_kernel(launch, kernel, dh, gate_up, options, given):
                 assert (m[:32] == POISON).all() and (m[-32:] == POISON).all()
         else:
             gated.SWIGLU_GRADIENT.define(call, options)
-        both_of_them.append(gated._parts(gated.Made(*inner), kernel.blocks, "share" in given))
+        both_of_them.append(gated.parts_of(gated.Made(*inner), kernel.blocks, "share" in given))
     return both_of_them
 
 

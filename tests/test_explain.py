@@ -325,6 +325,8 @@ def test_groups_on_the_command_line(call):
         ("--groups 4 256x512", "'256x512' is not MxNxK"),
         ("2x256x512 --groups 4 --all", "--plot, --all"),
         ("2x256x512 --groups 4 --bias bf16", "--activation and --layout are not for groups"),
+        ("2x256x512 --groups 4 --train", "--train, --output, --bias"),
+        ("2x256x512 --train --dtype bf16", "--train compares FP8 with BF16; leave --dtype out"),
         ("2x256x512 --groups 4 --layout nn", "--activation and --layout are not for groups"),
         ("64x256x512 --tflops 1e200", "'1e200' is not a positive number from 1e-06 to 1e+09"),
         ("256x512", "'256x512' is not MxNxK"),

@@ -111,8 +111,7 @@ MAY_IMPORT = {
     "sums": {"dense", "grouped", "ops", "tensors", "thin"},
     "replaceable": {"quantize", "tensors"},
     "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "launches"}
-    | {"ops", "params", "problem", "quantize"}
-    | {"select", "tensors", "transposed", "wgrad"},
+    | {"ops", "params", "quantize", "select", "tensors", "transposed", "wgrad"},
     "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"},
     "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "packed_layers"}
     | {"quantize", "replaceable", "tensors"},

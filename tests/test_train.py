@@ -2,6 +2,7 @@
 are kept and shared; conversion of models; what is refused. test_train_gpu.py has the same on a GPU."""
 
 import copy
+import json
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deep_tile
+from benchmarks import store
 from deep_tile import (
     both,
     fp8_gemm,
@@ -21,6 +23,7 @@ from deep_tile import (
     transposed_cast_to_fp8,
 )
 from deep_tile.problem import GemmProblem
+from deep_tile.tools import cli
 from deep_tile.train import Linear, Recipe, casts, convert, linear, linears, predict
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -288,6 +291,14 @@ def test_a_buffer_that_changes_untold_is_cast_again(change, wants_gradient):
     assert same_bits(linear(x, weight), linear(x.detach().clone(), weight))
 
 
+def test_a_shared_input_is_told_of():
+    x, weight = made_by_autograd(), make_layer()[1]
+    linear(x, weight)
+    x.data.mul_(2)
+    deep_tile.train.invalidate()
+    assert same_bits(linear(x, weight), linear(x.detach().clone(), weight))
+
+
 def test_options_are_told_apart():
     x, weight = made_by_autograd(), make_layer()[1]
     for recipe in RECIPES:
@@ -331,12 +342,22 @@ def other_optimizer(weight):
     Raw([weight], {}).step()
 
 
+def step_master(weight):
+    """As apex, DeepSpeed and Megatron do: the optimiser never sees the weight, which gets its master's values."""
+    master = weight.detach().float().requires_grad_()
+    master.grad = torch.randn_like(master)
+    torch.optim.AdamW([master], lr=0.1).step()
+    weight.data.copy_(master.detach())
+
+
 WEIGHT_CHANGES = {
     "in place": lambda weight: weight.mul_(2),
     "another memory": lambda weight: setattr(weight, "data", weight.data * 2),
     "an optimiser that torch does not see through": other_optimizer,
     "a state_dict": lambda weight: weight.copy_(torch.ones_like(weight)),
     "a view": lambda weight: weight[:3].zero_(),
+    "an optimiser of its master": step_master,
+    "told": lambda weight: (weight.data.mul_(2), deep_tile.train.invalidate()),
 }
 
 
@@ -723,6 +744,26 @@ def test_predictions_know_the_host():
     assert predict(*large) == predict(*large, eager=True) and predict(*large).pays
 
 
+MEASURED = json.loads((store.FOLDER / "train_layers_h100_2026-11-26.json").read_text())["entries"]
+
+
+@pytest.mark.parametrize("entry", MEASURED, ids=lambda entry: "{tokens}x{n}x{k}".format(**entry))
+def test_a_layer_is_converted_by_default_where_it_was_measured_to_gain(entry, capsys):
+    """Of 8,192 tokens and 1024x1024, as others, `explain` says why not."""
+    tokens, n, k = (entry[name] for name in ("tokens", "n", "k"))
+    gains, layer = entry["joined, graph"] < entry["bf16, graph"], nn.Linear(k, n, device="meta")
+    if gains:
+        assert isinstance(convert(layer, tokens=tokens), Linear)
+    else:
+        with pytest.raises(ValueError, match="no torch.nn.Linear that is wanted"):
+            convert(layer, tokens=tokens)
+    command = "explain", f"{tokens}x{n}x{k}", "--train"
+    assert cli.main(command) == 0
+    assert ("converts this layer" if gains else "leaves this layer in BF16") in capsys.readouterr().out
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["training"]["pays"] == gains
+
+
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="model is a list; it must be a torch.nn.Module"):
         convert([nn.Linear(8, 8)], **ALL)
@@ -758,6 +799,7 @@ def test_names_are_public():
         "convert",
         "experts",
         "gather_fp8",
+        "invalidate",
         "linear",
         "linears",
         "mlp",

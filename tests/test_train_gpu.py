@@ -10,7 +10,8 @@ from test_train import ALL, RECIPES, assert_all_equal, defined, make_layer, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deep_tile.train import Recipe, casts, convert, linear, linears, sizes
+from deep_tile.select import training
+from deep_tile.train import Recipe, casts, convert, linear, linears, mlp
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +25,7 @@ SUMMED = 5e-3
 def in_turn(monkeypatch):
     """Small layers, too, are made call by call, with casts that are kept."""
     checked = sys.modules["deep_tile.train.linear"]._checked
-    monkeypatch.setattr(sizes, "MOST_PRODUCTS", 0)
+    monkeypatch.setattr(training, "MOST_PRODUCTS", 0)
     checked.clear()
     yield
     checked.clear()
@@ -75,6 +76,35 @@ def test_small_layers_are_those_made_call_by_call(shape, n, dtype, recipe, reque
     wanted = trained(linear, *layer, recipe=recipe)
     assert_all_equal(got, wanted)
     assert_all_equal(replayed, wanted)
+
+
+@EACH_RECIPE
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_small_layers_of_one_input_are_those_made_call_by_call(count, dtype, recipe, request):
+    """Bit for bit, also as a CUDA graph: three layers, and an MLP with gates and ups in so many weights."""
+    x, *_ = make_layer((2, 150, 264), dtype=dtype, device="cuda")
+    layers = [make_layer((2, 150, 264), n, dtype, device="cuda")[1:] for n in (256, 136, 9)]
+    weights, biases, dys = zip(*layers, strict=True)
+    gates = [make_layer((1, 264), 512 // count, dtype, device="cuda")[1] for _ in range(count)]
+    _, down, _, dy = make_layer((2, 150, 256), 72, dtype, device="cuda")
+
+    def step():
+        ys = linears(x, weights, (*biases[:-1], None), recipe=recipe)
+        y = mlp(x, gates, down, recipe=recipe)
+        of_layers, of_mlp = (x, *weights), (x, *gates, down)
+        made = torch.autograd.grad(ys, of_layers, dys), torch.autograd.grad(y, of_mlp, dy)
+        return [each.detach() for each in (*ys, *made[0], y, *made[1])]
+
+    got = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    graph.replay()
+    replayed = [each.clone() for each in replayed]
+    request.getfixturevalue("in_turn")
+    wanted = step()
+    assert [*map(same_bits, got, wanted)] == [*map(same_bits, replayed, wanted)] == [True] * len(wanted)
 
 
 @EACH_RECIPE

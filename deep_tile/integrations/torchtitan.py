@@ -13,8 +13,8 @@ import torch
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model import ModelConfigConverter
 
+from deep_tile.train import predict
 from deep_tile.train.linear import linear
-from deep_tile.train.predict import predict
 from deep_tile.train.recipe import Recipe
 
 

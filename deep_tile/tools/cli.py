@@ -23,6 +23,7 @@ import deep_tile
 from deep_tile.kinds import ACTIVATIONS, BIASES, EVERY_KIND, FAMILIES, GROUPINGS, LAYOUTS, OUTPUTS, PACKED, RAW
 from deep_tile.method import groups, report
 from deep_tile.progress import track_progress
+from deep_tile.select import training
 from deep_tile.select.choose import bucket_key
 from deep_tile.select.hardware import DTYPE_BYTES, H200
 from deep_tile.tools import kernel_classes
@@ -95,20 +96,32 @@ def explain(options: argparse.Namespace) -> int:
     names = ("dtype", "num_sms", "output", "bias", "activation", "layout")
     asked = {name: getattr(options, name) for name in names} | {"hardware": hardware_of(options, options.dtype)}
     derived = report.derivation(*options.shape, **asked)
+    if options.train and options.dtype != "fp8":
+        options.refuse("--train compares FP8 with BF16; leave --dtype out")
+    step = training.predict(*options.shape) if options.train else None
     if options.json:
-        print(json.dumps(report.as_data(derived), indent=2))
+        of_step = {} if step is None else {"training": {**step._asdict(), "pays": step.pays}}
+        print(json.dumps(report.as_data(derived) | of_step, indent=2))
     else:
         report.show(derived, new_console(), None if options.all else FIRST_CANDIDATES)
+        if step is not None:
+            print(_of_training(step))
     if options.plot:
         report.plot(derived, options.plot)
         print(f"{PROGRAM}: wrote {options.plot}", file=sys.stderr)
     return 0
 
 
+def _of_training(step: training.Prediction) -> str:
+    times = f"{step.fp8_us:.0f} us in FP8, casts included, and {step.bf16_us:.0f} in BF16"
+    verdict = "converts this layer" if step.pays else "leaves this layer in BF16"
+    return f"Training: forward and backward are predicted to take {times} on an H200.\n`train.convert` {verdict}."
+
+
 def _explain_groups(options: argparse.Namespace) -> int:
-    of_products = (options.plot, options.all), (options.output, options.bias, options.activation)
-    if (*of_products, options.layout) != ((None, False), (None, "none", "none"), "nt"):
-        options.refuse("--plot, --all, --output, --bias, --activation and --layout are not for groups")
+    of_products = (options.plot, options.all, options.train), (options.output, options.bias, options.activation)
+    if (*of_products, options.layout) != ((None, False, False), (None, "none", "none"), "nt"):
+        options.refuse("--plot, --all, --train, --output, --bias, --activation and --layout are not for groups")
     gpu = hardware_of(options, options.dtype)
     asked = {"grouping": options.grouping, "kind": options.dtype, "hardware": gpu, "num_sms": options.num_sms}
     derived = groups.derivation(options.groups, *options.shape, **asked)
@@ -246,6 +259,8 @@ def _parser() -> argparse.ArgumentParser:
     add_all(command)
     text = "write the roofline as an image, a PNG unless its name says otherwise"
     command.add_argument("--plot", type=report.picture_path, metavar="FILE", help=text)
+    text = "of a linear layer of M tokens and a weight [N, K]: what training it in FP8 gains"
+    command.add_argument("--train", action="store_true", help=text)
     command.add_argument("--json", action="store_true", help="everything, as JSON")
     add_hardware(command, "rate of the dtype")
     command.set_defaults(refuse=command.error)

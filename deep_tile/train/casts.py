@@ -1,9 +1,10 @@
 """Casts in a training step, each made once: for weights until their optimiser steps, for an input that layers share.
 
 A forward pass casts its weight; a second one before the next step, as gradient accumulation and checkpointing have it,
-finds the cast. Casts are kept for weights that a torch optimiser steps itself: its hook tells when they change. Other
-weights are cast in every pass: weights gathered by FSDP, whose version counter does not change; weights updated by a
-CUDA graph; all in the first step. A new version or another memory counts as a change, too.
+finds the cast. Casts are kept for weights that a torch optimiser has stepped itself, until any optimiser steps: one of
+master weights (apex, DeepSpeed, Megatron) then writes to the model's by `.data`, which no version counter shows. Other
+weights are cast in every pass: weights gathered by FSDP; weights updated by a CUDA graph; all in the first step. A new
+version or another memory counts as a change, too; `invalidate` is for what remains.
 """
 
 import threading
@@ -57,14 +58,31 @@ def _may_keep(weight: torch.Tensor) -> bool:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Drop casts of stepped weights, which may be kept from now on."""
+    """Drop all casts: masters may be stepped for weights. Those of stepped weights may be kept from now on."""
     if not _known:
         return
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if weight in _known and _known[weight] is not None:
                 _known[weight] = None if _is_captured(weight) else True
-                _kept.pop(weight, None)
+    _drop_weights()
+
+
+def _drop_weights() -> None:
+    for weight in list(_kept):
+        _kept.pop(weight, None)
+
+
+def invalidate() -> None:
+    """Drop all kept casts, of weights and of inputs: the next pass casts again.
+
+    For code that writes to `weight.data` between two passes of one step, or in kernels of its own: neither shows in a
+    tensor's version. In-place operations, load_state_dict and optimisers need no call; nor does `.data` written after
+    an optimiser's step and before the next pass, as averages of weights and clipping have it.
+    """
+    _drop_weights()
+    if _last.x is not None:
+        _last.forget(_last.x)
 
 
 def _is_captured(x: torch.Tensor) -> bool:

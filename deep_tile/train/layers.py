@@ -8,10 +8,10 @@ from functools import cache, partial
 import torch
 from torch import nn
 
+from deep_tile.select.training import predict
 from deep_tile.train.gathered import Shard
 from deep_tile.train.linear import linear
 from deep_tile.train.mlp import mlp
-from deep_tile.train.predict import predict
 from deep_tile.train.recipe import Recipe, require
 from deep_tile.train.sharded import is_sharded, sharded_linear
 

@@ -18,9 +18,9 @@ from deep_tile.train.recipe import Recipe, check_tensors, require
 
 _FP8 = Recipe()
 
-_checked: dict[tuple, joined.Layer | None] = {}
-"""Arguments that have passed the checks, as `check_once` sees them: 3 us, where the checks take 20; with a single small
-layer's `Layer`."""
+_checked: dict[tuple, tuple[joined.Layer, ...] | None] = {}
+"""Arguments that have passed the checks, as `check_once` sees them: 3 us, where the checks take 20; with a `Layer` for
+each weight where all are small."""
 
 _MOST_CHECKED = 4096
 
@@ -80,10 +80,10 @@ def linears(
 
 def _linears(x, weights: tuple, biases: tuple, recipe: Recipe) -> tuple[torch.Tensor, ...]:
     require(recipe)
-    layer = check_once(x, weights, biases, recipe)
+    layers = check_once(x, weights, biases, recipe)
     x = in_autocast_dtype(x)
-    if layer is not None and joined.trains(x, weights[0]):
-        return (joined.Joined.apply(x, weights[0], biases[0], layer),)
+    if layers is not None and joined.trains(x, weights):
+        return joined.Joined.apply(x, layers, *weights, *biases)
     wants_weights = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     codes = cast_shared(x, recipe, along_tokens=wants_weights and recipe.wgrad != "bf16")
     if any(hasattr(weight, "main_grad") for weight in weights):
@@ -156,11 +156,11 @@ def _wide(dy: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor | None) -> to
     return product if dx is None else dx.add_(product)
 
 
-def check_once(x, weights, biases, recipe: Recipe) -> joined.Layer | None:
+def check_once(x, weights, biases, recipe: Recipe) -> tuple[joined.Layer, ...] | None:
     """Check arguments unless equal ones have passed before, by all properties that `check` reads.
 
     Returns:
-        What calls of a small layer have in common, or None.
+        What calls of small layers have in common, or None.
     """
     if torch.compiler.is_compiling():
         check(x, weights, biases)
@@ -169,17 +169,19 @@ def check_once(x, weights, biases, recipe: Recipe) -> joined.Layer | None:
         seen = (x.dtype, x.shape, x.get_device(), x.is_cpu, recipe.options)
         for each in (*weights, *biases):
             seen += (None,) if each is None else (each.dtype, each.shape, each.get_device(), each.is_cpu)
-        layer = _checked.get(seen, _checked)
-        if layer is not _checked and torch._C._functorch.peek_interpreter_stack() is None:
-            return layer
+        layers = _checked.get(seen, _checked)
+        if layers is not _checked and torch._C._functorch.peek_interpreter_stack() is None:
+            return layers
     except Exception:  # not a tensor: the checks name it
         seen = None
     check(x, weights, biases)
     if len(_checked) >= _MOST_CHECKED:
         _checked.clear()
-    is_small = len(weights) == 1 and joined.takes(x, weights[0], recipe)
-    layer = _checked[seen] = joined.layer_of(x.shape, len(weights[0]), recipe.options) if is_small else None
-    return layer
+    layers = None
+    if all(joined.takes(x, weight, recipe) for weight in weights):
+        layers = tuple(joined.layer_of(x.shape, len(weight), recipe.options) for weight in weights)
+    _checked[seen] = layers
+    return layers
 
 
 def check(x, weights, biases) -> None:

@@ -13,6 +13,7 @@ from deep_tile import dense
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.experts import silu_mul_cast_to_fp8
 from deep_tile.gated import swiglu_gradient_cast_both
+from deep_tile.train import joined
 from deep_tile.train.casts import cast_gradient, cast_shared, rows_of, with_aligned_rows
 from deep_tile.train.linear import check_once, in_autocast_dtype, linear, linears
 from deep_tile.train.products import WIDE, cast_forward, dgrad, keep, main_grad_of, wgrad
@@ -52,18 +53,27 @@ def mlp(
     """
     require(recipe)
     first = (w_gate_up,) if isinstance(w_gate_up, torch.Tensor) else tuple(w_gate_up)
-    _check(x, first, w_down, recipe)
+    layers = _check(x, first, w_down, recipe)
     is_fp8 = recipe.dgrad == "fp8" and recipe.wgrad != "bf16"
     if not is_fp8 or len(first) == 2 and w_down.shape[1] % SCALE_BLOCK:
         made = linears(x, first, recipe=recipe)
         gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
         return linear(F.silu(gate) * up, w_down, recipe=recipe)
     x, weights = in_autocast_dtype(x), (*first, w_down)
+    if layers is not None and _is_joined(x, weights, recipe):
+        rows = tuple(weight.shape[0] for weight in first)
+        return joined.JoinedMlp.apply(x, joined.mlp_of(x.shape, rows, tuple(w_down.shape), recipe.options), *weights)
     along_tokens = torch.is_grad_enabled() and any(weight.requires_grad for weight in first)
     codes = cast_shared(x, recipe, along_tokens=along_tokens)
     if any(hasattr(weight, "main_grad") for weight in weights):
         return _apply_eagerly(x, recipe, *codes, *weights)
     return _Mlp.apply(x, recipe, *codes, *weights)
+
+
+def _is_joined(x, weights: tuple, recipe: Recipe) -> bool:
+    """Of an x and weights of gates and ups that are small; SwiGLU's gradient has a kernel for whole blocks."""
+    is_kept_wide = recipe.activations == "bf16" and weights[-1].shape[1] % SCALE_BLOCK == 0
+    return is_kept_wide and joined.takes(x, weights[-1], recipe) and joined.trains(x, weights)
 
 
 @torch.compiler.disable
@@ -117,10 +127,11 @@ class _Mlp(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *(None,) * (_FIRST - 1), *gradients
 
 
-def _check(x, first: tuple, w_down, recipe: Recipe) -> None:
+def _check(x, first: tuple, w_down, recipe: Recipe) -> tuple[joined.Layer, ...] | None:
+    """As `check_once`."""
     if len(first) not in (1, 2):
         raise ValueError(f"w_gate_up holds {len(first)} weights; pass one [2f, k], or those of gates and of ups")
-    check_once(x, first, (None,) * len(first), recipe)
+    layers = check_once(x, first, (None,) * len(first), recipe)
     check_tensors({"w_down": WIDE, "x": WIDE}, x=x, w_down=w_down)
     shapes = [list(weight.shape) for weight in first]
     inner = w_down.shape[-1]
@@ -128,3 +139,4 @@ def _check(x, first: tuple, w_down, recipe: Recipe) -> None:
         raise ValueError(
             f"w_gate_up has shapes {shapes}; for w_down of {list(w_down.shape)} it must be [{2 * inner}, k]"
         )
+    return layers

@@ -30,7 +30,8 @@ class Recipe:
             other weights' memory is then free for activations.
         keep_weights: cast a weight once per optimiser step instead of in every forward pass; both directions are kept
             between steps. Only for weights that a torch.optim.Optimizer in this process steps itself, outside
-            torch.compile and CUDA graphs. Small layers cast in every pass: looking for a cast takes longer.
+            torch.compile and CUDA graphs. Small layers cast in every pass: looking for a cast takes longer. After
+            writes to `weight.data` between two passes of a step, call `invalidate`.
     """
 
     dgrad: str = "fp8"

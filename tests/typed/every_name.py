@@ -93,6 +93,7 @@ assert_type(deep_tile.nn.replace_linears(layer, lambda name, linear: "lm_head" n
 assert_type(deep_tile.precompile_model(layer, max_tokens=8192), deep_tile.Precompiled)
 assert_type(deep_tile.train.convert(layer, tokens=4096), torch.nn.Module)
 assert_type(deep_tile.train.gather_fp8(layer), torch.nn.Module)
+deep_tile.train.invalidate()
 assert_type(deep_tile.train.linear(x, w, recipe=deep_tile.train.Recipe(wgrad="bf16")), torch.Tensor)
 assert_type(deep_tile.train.linears(x, (w, w)), tuple[torch.Tensor, ...])
 assert_type(deep_tile.train.experts(x, routing.rows, x, w, w), torch.Tensor)

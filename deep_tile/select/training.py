@@ -1,4 +1,6 @@
-"""A layer's predicted gain from FP8 training, by the selector's H200 time model: needs no GPU."""
+"""A layer's predicted gain from FP8 training, by the selector's H200 time model, and which layers are small.
+
+Called by train and by `explain --train`. Needs no GPU."""
 
 from typing import NamedTuple
 
@@ -6,7 +8,6 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
 from deep_tile.select.cost import estimate, launch_time
 from deep_tile.select.hardware import H200
-from deep_tile.train.sizes import is_small
 
 _CAST_SHARE = 0.8
 """Share of a copy's bandwidth that `cast_both` and `cast_weight` reach: 0.77 to 0.87 (H100, 2026-11-25)."""
@@ -16,8 +17,18 @@ _TORCH_SHARE = 0.9
 
 
 _BF16_HOST_US, _JOINED_HOST_US, _FP8_HOST_US = 140, 150, 360
-"""Host time to enqueue a layer's two passes in eager mode: in BF16, 119 to 162, of a small layer (joined.py), 130 to
+"""Host time to enqueue a layer's two passes in eager mode: in BF16, 119 to 162, of a small layer, 130 to
 167, of others, 270 to 425 (H100, 2026-11-26)."""
+
+MOST_ELEMENTS, MOST_PRODUCTS = 2**25, 2**35
+"""Of x, the weight and the result, and of a product: the GPU then works on a pass for as long as the host takes to make
+its calls one by one, or less (8192 x 1024 x 4096: 241 us for 372 in all; H100, 2026-11-26)."""
+
+
+def is_small(m: int, n: int, k: int) -> bool:
+    """Whether the host decides how long a layer of m tokens and a weight [n, k] takes in eager mode, so that a call of
+    its own pays (train/joined.py)."""
+    return 0 < m * n * k <= MOST_PRODUCTS and max(m * k, m * n, n * k) <= MOST_ELEMENTS
 
 
 class Prediction(NamedTuple):
