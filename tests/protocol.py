@@ -10,7 +10,8 @@ The hardware, as the model takes it:
 - A WGMMA reads its operands until wgmma.wait_group says that it is over, TMA an output box until wait_group.read.
 - A load is over when its value is used, or before an arrive on a barrier of the own block, which is a release there. An
   arrive in another block of the cluster waits for no load.
-- What a thread writes is there for TMA after fence.proxy.async.
+- What a thread writes is there for TMA after fence.proxy.async, and for WGMMA after that of a thread to which it was
+  released and which multiplies.
 - The memory of a block, barriers included, is gone when all of its warps are done.
 """
 
@@ -681,11 +682,11 @@ class ConverterWarps:
             yield Wait(self.block.own("slot empty", slot), position // self.config.b_slots - 1)
             yield Join("unit read")
             yield Use(reads=self.regions("units", stage, *place, first=False))
-            yield Issue("slot write", writes=self.regions("b", slot, *place))
-            yield Arrive(self.block.own("units empty", stage), WARP * len(self.warps))
+            yield Arrive(self.block.own("units empty", stage), len(self.warps))
             if position + 1 < len(places):
                 yield from self.begin(position + 1, *places[position + 1])
-            yield Join("slot write")  # fence.proxy.async
+            yield Issue("slot write", writes=self.regions("b", slot, *place))
+            yield Join("slot write")  # the arrive is a release
             yield Arrive(self.block.own("slot full", slot), len(self.warps))
 
     def write_tables(self) -> Program:
@@ -696,7 +697,7 @@ class ConverterWarps:
         yield Use(reads=(Region(self.block.own("tables"), 0, self.config.converter_warps, ("e4m3",)),))
 
     def begin(self, position: int, tile: Tile, step: int) -> Program:
-        """Reads a stage's first batch: of each warp one unit, as the others are then read as late as can be."""
+        """Reads each warp's first unit of a stage, before the last of the stage ahead is written."""
         stage = position % self.config.unit_stages
         yield Wait(self.block.own("units full", stage), position // self.config.unit_stages)
         yield Issue("unit read", reads=self.regions("units", stage, tile, step, first=True))
@@ -798,7 +799,7 @@ class MathWarps:
         for stage in range(config.stages):
             yield Init(own("empty", stage), math_warps * (WARP + config.multicast))
         for stage in range(config.unit_stages):
-            yield Init(own("units empty", stage), config.converter_warps * WARP)
+            yield Init(own("units empty", stage), config.converter_warps)
         for slot in range(config.b_stages):
             of_slot = ("slot empty", math_warps) if config.is_packed else ("column empty", math_warps * WARP)
             yield Init(own(of_slot[0], slot), of_slot[1])

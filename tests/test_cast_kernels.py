@@ -70,7 +70,10 @@ ASSEMBLY_OF_COMBINE = {
 }
 
 ASSEMBLY_OF_UNPACK = {
-    pattern: ASSEMBLY[pattern] for pattern in ASSEMBLY if "satfinite" in pattern or "griddepcontrol" in pattern
+    **{pattern: ASSEMBLY[pattern] for pattern in ASSEMBLY if "satfinite" in pattern or "griddepcontrol" in pattern},
+    r'asm\("prmt\.b32 .*?;" : "=r"\(bytes\) : "r"\(x\), "r"\(y\), "r"\(selector\)\);': (
+        "bytes = __byte_perm(x, y, selector);"
+    ),
 }
 
 ASSEMBLY_OF_GATED = {

@@ -7,9 +7,11 @@ from formats import NAMES_OF_PACKED, draw
 import deep_tile
 from deep_tile import cast as kernels
 from deep_tile import pack_weight, packed, packed_gemm, packed_grouped_gemm, plan, to_blocks, unpack_weight
+from deep_tile.codegen import kernel_source
 from deep_tile.kinds import EVERY_KIND, PACKED
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select import choose
+from deep_tile.select.defaults import default_configs
 
 FORMATS = [*PACKED]
 each_format = pytest.mark.parametrize("name", FORMATS)
@@ -243,3 +245,11 @@ def test_kernels_of_large_products_are_made_ready_too(monkeypatch, name):
     loaded.clear()
     deep_tile.precompile([(2112, 7168, 4096)], kind=name, grouping="offs")
     assert {config.kind for config in loaded} == {name, *(() if name == "int4" else ("fp8",))}
+
+
+def test_math_warps_fence_before_they_multiply_what_others_wrote():
+    """The model of the protocol knows no proxies."""
+    text = kernel_source(default_configs(True, "mxfp4")[0])
+    own = text[text.index("class ConvertedB") :]
+    awaits = own[own.index("await_full") : own.index("void advance")]
+    assert awaits.index("wait(smem.slots.full") < awaits.index("ptx::fence_proxy_async()")

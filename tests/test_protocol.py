@@ -529,7 +529,7 @@ FAULTS = {
         launch(UNITS),
         in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "unit read")),
     ),
-    "a converted slot published without a fence": Seeded(
+    "a converted slot published before it is written": Seeded(
         UNWRITTEN,
         launch(UNITS),
         in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "slot write")),

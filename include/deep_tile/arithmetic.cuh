@@ -5,6 +5,14 @@
 
 namespace deep_tile::ptx {
 
+// Bytes of y and x, those of x first, by the numbers in the selector's four low nibbles, below 8: "prmt". __byte_perm
+// masks them, one instruction more.
+__device__ __forceinline__ u32 prmt(u32 x, u32 y, u32 selector) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(x), "r"(y), "r"(selector));
+    return bytes;
+}
+
 __device__ __forceinline__ float cvt_f32_f16(u16 half) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));

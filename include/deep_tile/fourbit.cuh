@@ -53,8 +53,8 @@ __device__ __forceinline__ u64 table_of(int byte) {
 __device__ __forceinline__ uint2 eight_by_table(u32 codes, uint2 table) {
     constexpr u32 magnitudes = 0x77777777, signs = 0x80808080;
     const u32 selectors = ptx::opaque(static_cast<int>(codes & magnitudes));
-    return {__byte_perm(table.x, table.y, selectors) | (codes & signs),
-            __byte_perm(table.x, table.y, selectors >> 16) | (codes << 4 & signs)};
+    return {ptx::prmt(table.x, table.y, selectors) | (codes & signs),
+            ptx::prmt(table.x, table.y, selectors >> 16) | (codes << 4 & signs)};
 }
 
 // Eight integers. Multiplied, a sign goes to bit 7, and adds the two that a negative one's nibble lacks less its bit 0.

@@ -9,7 +9,7 @@
 //   math warpgroups 0 (and 1)     WGMMA, FP32 promotion; epilogue, own rows      wait full, arrive on empty
 //   unit warp, of a packed b      bulk copies of 4-bit b, in a ring of its own   waits units empty, expects bytes on full
 //   converter warps, likewise     8-bit b from it, in a slot                     wait units full, slot empty; arrive on
-//                                                                                slot full, units empty
+//                                                                                units empty, slot full
 //
 //   barrier       waited for by         arrivals                                 completes when
 //   full[s]       math warpgroups       1 operand lane + 32 lanes of a scale     stage s holds a, b and their scales
@@ -20,9 +20,9 @@
 //   column empty  operand warp          every math thread, in a column's last    no reader needs that K block any more
 //                                       tile
 //   units full    converter warps       1 unit lane + bytes of bulk copies       a K block of a packed b has landed
-//   units empty   unit warp             every converter thread                   it has been read
-//   slot full     math warpgroups       every converter thread                   a K block of b has been converted
-//   slot empty    converter warps       every math thread                        no reader needs it any more
+//   units empty   unit warp             1 per converter warp                     it has been read
+//   slot full     math warpgroups       1 per converter warp                     a K block of b has been converted
+//   slot empty    converter warps       1 per math warp                          no reader needs it any more
 //   boxes full    a store warp          a math warpgroup's threads               its output boxes are written
 //   boxes empty   a math warpgroup      its store warp's threads                 their buffers have been read
 //   own           a math warpgroup      its threads, if they store boxes         a box is written; a buffer is free

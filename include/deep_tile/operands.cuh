@@ -246,7 +246,7 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     if constexpr (config.by_k) range = tile_range(tile);
     const int stages = min(min(config.stages, 5), range.end - range.begin);
     const OperandLoader<config, false> loader(params, smem, tile);
-    const bool early_b = !config.by_k && params.early_b;
+    const bool early_b = config.grouped() ? reads_bounds_early<config>(params) : params.early_b;
     if (!early_b) ptx::griddepcontrol_wait();
     if (ptx::elect_sync()) {
 #pragma unroll 1

@@ -73,22 +73,63 @@ __device__ __forceinline__ void produce_units(const GemmParams& params, SharedSt
     }
 }
 
-// Converter warps: each takes a quarter of a stage's units, two at a time. A lane has one unit row and two of its four
-// 32-code columns: eight lanes read and write eight rows of one column, in different banks on both sides. A stage's
-// first batch is read before the previous stage is published, so that shared-memory and fence latencies overlap.
+// Converter warps: each takes its share of a stage's units, one after the other. A lane has one unit row and two of its
+// four 32-code columns: eight lanes read and write eight rows of one column, in different banks on both sides. A unit is
+// read before the one ahead of it is converted, and its tables behind that, so that no lane waits for shared memory. The
+// fence between these writes and WGMMA is the math warps' (stored_b.cuh).
 template <GemmConfig config>
 class Converter {
    public:
+    // What a lane holds of a unit that is yet to be converted.
+    struct Unit {
+        uint4 codes[2];
+        u32 scales;
+        uint2 tables[config.b_group < scale_block ? 2 * 32 / config.b_group : 1];
+    };
+
+    static constexpr int units = config.scale_blocks * tile_units<config> / config.converter_warps;  // of a stage
+
+    // Beside two math warpgroups NVFP4, with most tables, reads a unit behind the one ahead: otherwise NVRTC 13.2 and
+    // 13.5 lack registers, and have the scale warps of 128x128 wait at barriers as if divergent.
+    static constexpr bool reads_ahead = config.math_warpgroups == 1 || config.b_group >= 32;
+
     __device__ __forceinline__ Converter(SharedStorage<config>& smem, int warp)
         : smem_(smem), warp_(warp), to_(ptx::smem_address(&smem.b[0][warp * unit_rows * k_block_bytes]) + piece_offset()) {
         if constexpr (has_tables) write_tables();
     }
 
-    // Reads a stage's first batch.
-    __device__ __forceinline__ void begin(int stage) { read<0>(stage); }
+    // Reads this warp's unit `i` of a stage.
+    __device__ __forceinline__ Unit read(int stage, int i) const {
+        using Bits = typename Conditional<groups == 1, u16, u32>::type;
+        Unit unit;
+        const int own = i * config.converter_warps + warp_;
+        const u32 from = ptx::smem_address(&smem_.packed.units[stage][own * config.b_unit_bytes]);
+        if constexpr (has_tables) unit.scales = ptx::ld_shared<Bits>(from + scales_offset());
+#pragma unroll
+        for (int j = 0; j < 2; ++j) unit.codes[j] = ptx::ld_shared_v4(from + codes_offset() + j * unit_rows * column_bytes);
+        return unit;
+    }
 
-    // Writes a stage, whose first batch is in registers, to the current slot.
-    __device__ __forceinline__ void convert(int stage) { convert_from<0>(stage); }
+    // Looks up the tables of a unit's groups.
+    __device__ __forceinline__ void look_up(Unit& unit) const {
+#pragma unroll
+        for (int j = 0; j < 2 * groups; ++j) {
+            const u32 table = unit.scales >> 8 * j & 255;
+            unit.tables[j] = ptx::ld_shared_v2(ptx::smem_address(smem_.packed.tables) + table * sizeof(u64));
+        }
+    }
+
+    // Writes this warp's unit `i` to the current slot.
+    __device__ __forceinline__ void write(const Unit& unit, int i) const {
+        const u32 to = to_ + i * config.converter_warps * unit_rows * k_block_bytes;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const uint4 codes = unit.codes[j];
+            const int last = has_tables ? groups - 1 : 0;
+            write_piece(to ^ 2 * j << 4, codes.x, codes.y, unit.tables[j * groups]);
+            write_piece(to ^ 2 * j + 1 << 4, codes.z, codes.w, unit.tables[j * groups + last]);
+        }
+    }
 
     // Advances to the next slot.
     __device__ __forceinline__ void advance() {
@@ -98,12 +139,7 @@ class Converter {
 
    private:
     static constexpr int threads = config.converter_warps * warp_threads;
-    static constexpr int units = config.block_n / unit_rows;  // per K block
-    static constexpr int all_units = config.scale_blocks * units;
-    static constexpr bool has_room = config.math_warpgroups == 1 || config.b_group >= 32;  // in registers
-    static constexpr int batch_units = all_units > config.converter_warps && has_room ? 2 : 1;
     static constexpr int slot_bytes = config.block_n * config.k_bytes;
-    static constexpr int batch_step = batch_units * config.converter_warps;
     static constexpr int columns = 4;                   // with 32 codes each, per K block
     static constexpr int column_bytes = 16;             // per row
     static constexpr bool has_tables = config.b_group < scale_block;
@@ -128,54 +164,6 @@ class Converter {
         ptx::bar_sync(tables_barrier, threads);
     }
 
-    template <int first>
-    __device__ __forceinline__ void convert_from(int stage) {
-        write<first>();
-        if constexpr (first + batch_step < all_units) {
-            read<first + batch_step>(stage);
-            convert_from<first + batch_step>(stage);
-        }
-    }
-
-    template <int first>
-    __device__ __forceinline__ void read(int stage) {
-        using Bits = typename Conditional<groups == 1, u16, u32>::type;
-        u32 scales[batch_units];
-        const u32 from = ptx::smem_address(&smem_.packed.units[stage][(first + warp_) * config.b_unit_bytes]);
-#pragma unroll
-        for (int i = 0; i < batch_units; ++i) {
-            const u32 unit = from + i * config.converter_warps * config.b_unit_bytes;
-            if constexpr (has_tables) scales[i] = ptx::ld_shared<Bits>(unit + scales_offset());
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                codes_[i][j] = ptx::ld_shared_v4(unit + codes_offset() + j * unit_rows * column_bytes);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < batch_units; ++i) {
-#pragma unroll
-            for (int j = 0; j < 2 * groups; ++j) {
-                const u32 table = scales[i] >> 8 * j & 255;
-                tables_[i][j] = ptx::ld_shared_v2(ptx::smem_address(smem_.packed.tables) + table * sizeof(u64));
-            }
-        }
-    }
-
-    template <int first>
-    __device__ __forceinline__ void write() const {
-#pragma unroll
-        for (int i = 0; i < batch_units; ++i) {
-            const u32 to = to_ + (first + i * config.converter_warps) * unit_rows * k_block_bytes;
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const uint4 codes = codes_[i][j];
-                const int last = has_tables ? groups - 1 : 0;
-                write_piece(to ^ 2 * j << 4, codes.x, codes.y, tables_[i][j * groups]);
-                write_piece(to ^ 2 * j + 1 << 4, codes.z, codes.w, tables_[i][j * groups + last]);
-            }
-        }
-    }
-
     // Writes 16 row elements, one piece of the 128-byte swizzle.
     __device__ __forceinline__ void write_piece(u32 to, u32 low, u32 high, uint2 table) const {
         const uint2 first = eight_elements<config.b_group>(low, table), last = eight_elements<config.b_group>(high, table);
@@ -184,14 +172,13 @@ class Converter {
 
     SharedStorage<config>& smem_;
     const int warp_;
-    u32 to_;                                // this lane's first piece in the current slot
-    uint4 codes_[batch_units][2];           // the batch in registers: two columns per unit
-    uint2 tables_[batch_units][has_tables ? 2 * groups : 1];
+    u32 to_;  // this lane's first piece in the current slot
 };
 
 // Runs one converter warp over all stages of this CTA's tiles.
 template <GemmConfig config>
 __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedStorage<config>& smem, int warp) {
+    using Unit = typename Converter<config>::Unit;
     Converter<config> converter(smem, warp);
     const KRange range = k_range<config>(params);
     PipelineState<config.unit_stages> state;
@@ -199,23 +186,36 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
     int left = __shfl_sync(0xffffffff, TileScheduler<config>(params).count() * (range.end - range.begin), 0);
     if (left == 0) return;
     wait(smem.units.full[0], 0);
-    converter.begin(0);
+    Unit present = converter.read(0, 0);
+    converter.look_up(present);
+    const bool arrives = threadIdx.x % warp_threads == 0;
     // Slots advance last in a step: ptxas keeps a copy of the number, made before that, in a register of each lane, and
     // lets the warp fall apart at the wait.
 #pragma unroll 1
     for (; left > 0; --left) {
-        wait(smem.slots.empty[slots.stage], slots.phase ^ 1);
-        converter.convert(state.stage);
-        __syncwarp();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]));
+        const int stage = state.stage;
         state.advance();
-        if (left > 1) {
-            wait(smem.units.full[state.stage], state.phase);
-            converter.begin(state.stage);
+        wait(smem.slots.empty[slots.stage], slots.phase ^ 1);
+#pragma unroll
+        for (int i = 0; i < converter.units; ++i) {
+            if constexpr (!Converter<config>::reads_ahead) converter.write(present, i);
+            Unit next = present;
+            if (i + 1 < converter.units) {
+                next = converter.read(stage, i + 1);
+            } else {
+                __syncwarp();
+                ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[stage]), arrives);
+                if (left > 1) {
+                    wait(smem.units.full[state.stage], state.phase);
+                    next = converter.read(state.stage, 0);
+                }
+            }
+            if constexpr (Converter<config>::reads_ahead) converter.write(present, i);
+            converter.look_up(next);
+            present = next;
         }
-        ptx::fence_proxy_async();
         __syncwarp();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.full[slots.stage]), threadIdx.x % warp_threads == 0);
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.full[slots.stage]), arrives);
         slots.advance();
         converter.advance();
     }
