@@ -137,7 +137,9 @@ def draw_groups(random: Random, number: int, num_sms: int) -> fuzz_groups.Draw:
         drawn = fuzz_groups.draw(random, number, num_sms)
         if drawn.config is not None and fuzz_groups.living_rows(drawn):
             sms = draw_sms(random, fuzz_groups.CONFIGS[drawn.config], num_sms)
-            return drawn._replace(num_sms=None if sms == num_sms else sms)
+            if sms == num_sms:
+                return drawn._replace(num_sms=None)
+            return drawn._replace(num_sms=sms, constant_weights=False)
 
 
 def _draw_k(random: Random, config: GemmConfig, largest: int) -> int:

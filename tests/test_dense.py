@@ -503,14 +503,6 @@ def test_layouts_have_choices_of_their_own_which_fp16_shares_with_bf16(layout):
             assert config == replace(of_bf16, kind="fp16", output=output)
 
 
-@pytest.mark.parametrize(("stride", "columns"), [(8, 128), (64, 64)])
-def test_columns_of_an_m_major_a_are_chosen_for_by_their_alignment(stride, columns):
-    """At 16 bytes, fewer and wider tiles, which read `a` less often, take 4 to 26 % less (8x5120x5120, H100,
-    2026-11-26)."""
-    problem = GemmProblem(8, 5120, 5120, kind="bf16", layout="tn").with_strides(stride, 5120)
-    assert choose(problem).block_n == columns
-
-
 @each_layout
 def test_a_config_of_the_user_is_given_the_layout(layout):
     problem = GemmProblem(8192, 8192, 8192, tma_store=False, kind="fp16", output="fp32", layout=layout)
