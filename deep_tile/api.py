@@ -27,7 +27,7 @@ from deep_tile.config import GemmConfig, as_int, round_up
 from deep_tile.dense import FP8_GEMM, Options, Product
 from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names
 from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUTS, PACKED, QUANTIZED, RAW, RESULTS, USUAL, Kind, name_of
-from deep_tile.operation import OPERATIONS, error_of
+from deep_tile.operation import OPERATIONS, Operation, error_of
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.hardware import H200
@@ -242,17 +242,23 @@ def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | 
     usual = _kind_of(dtype, out_dtype)
     products = {name: each for name, each in OPERATIONS.items() if grouping in each.groupings}
     if call is not None:
-        if call not in products:
+        if not isinstance(call, str) or call not in products:
             raise ValueError(f"call is {call!r}; with grouping {grouping!r} pass one of {', '.join(products)}")
         products = {call: products[call]}
-    elif usual is None:
+    if usual is None and (call is None or not isinstance(dtype, (str, torch.dtype))):
         raise ValueError(f"operands are {dtype}; supported is {' or '.join(map(str, (*_DTYPES.values(), *PACKED)))}")
     found = [(each, each.kind_for(dtype, usual)) for each in products.values()]
     found = [(each, kind) for each, kind in found if kind is not None]
     if not found:
-        dtypes = " or ".join(map(str, dict.fromkeys(a for each in products.values() for a in each.dtypes)))
-        raise ValueError(f"operands are {dtype}; {call or f'grouping {grouping!r}'} takes {dtypes}")
+        taken = " or ".join(dict.fromkeys(name for each in products.values() for name in _operands_of(each)))
+        raise ValueError(f"operands are {dtype}; {call or f'grouping {grouping!r}'} takes {taken}")
     return next((pair for pair in found if pair[1] is usual), found[0])
+
+
+def _operands_of(operation: Operation) -> list[str]:
+    """Names of what it takes for `dtype`."""
+    of_weights = [kind.name for kind in getattr(operation, "kinds", {}).values() if kind.packing]
+    return of_weights or [str(dtype) for dtype in operation.dtypes]
 
 
 def product_for(kind: Kind, grouping: str = "none", out_dtype: torch.dtype | None = None) -> Product | None:
