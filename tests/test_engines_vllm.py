@@ -883,11 +883,16 @@ def test_activations_that_are_asked_for_are_vllms(vllm, monkeypatch):
 
 @DEVICES
 @pytest.mark.parametrize(
-    ("activation", "biased"),
-    [(MoEActivation.SILU, False), (MoEActivation.SWIGLUOAI, True), (MoEActivation.SWIGLUOAI_UNINTERLEAVE, True)],
+    ("activation", "biased", "is_said"),
+    [
+        (MoEActivation.SILU, False, True),
+        (MoEActivation.SWIGLUOAI, True, True),
+        (MoEActivation.SWIGLUOAI, True, False),
+        (MoEActivation.SWIGLUOAI_UNINTERLEAVE, True, True),
+    ],
 )
-def test_experts_of_mxfp4_multiply(vllm, device, activation, biased):
-    """As gpt-oss has them, and DeepSeek-V4, whose gates have no shift."""
+def test_experts_of_mxfp4_multiply(vllm, device, activation, biased, is_said):
+    """As gpt-oss has them, also under a method that says no numbers, and DeepSeek-V4, whose gates have no shift."""
     of_vllm, hidden = methods(vllm), 128
     layer, given, (up, down, up_bias, down_bias) = mxfp4_layer(activation, biased, device)
     backend, ours = of_vllm.select_mxfp4_moe_backend(moe_config(has_bias=biased, activation=activation))
@@ -895,7 +900,7 @@ def test_experts_of_mxfp4_multiply(vllm, device, activation, biased):
     assert convert(mxfp4_backend="MARLIN", layer=layer, **given) == ("MARLIN", given["w13_weight"])
     w1, w2, *scales, w1_bias, w2_bias = convert(mxfp4_backend=backend, layer=layer, **given, activation="any")
     size = up.std() * hidden**0.5
-    gating = {"gemm1_clamp_limit": 7.0, "gemm1_alpha": 1.702, "gemm1_beta": 1.0}
+    gating = {"gemm1_clamp_limit": 7.0, "gemm1_alpha": 1.702, "gemm1_beta": 1.0} if is_said else {}
     experts = ours(moe_config(), quant_config(*scales, w1_bias=w1_bias, w2_bias=w2_bias, **gating))
     assert experts.expects_unquantized_inputs and (w1_bias is None) is not biased
     x = (torch.randn(5, hidden, device=device) / size).bfloat16()

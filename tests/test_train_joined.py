@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import same_bits
 from test_train import make_layer
+from torch.utils.checkpoint import checkpoint
 
 from deep_tile import both, dense, experts, gated, tensors
 from deep_tile.train import Recipe, joined, linear, linears, mlp
@@ -114,3 +115,35 @@ def test_mlps(monkeypatch, steps, count, dtype, recipe):
     _, down, _, dy = make_layer((2, 75, 256), 72, dtype)
     call = lambda: mlp(x, gates, down, recipe=recipe)  # noqa: E731
     assert_same(monkeypatch, steps, MLPS[count], call, x, (*gates, down), dy)
+
+
+def test_layers_save_as_many_tensors_whatever_was_called_before(monkeypatch, steps):
+    """As checkpointing wants it, whose recomputation does not find a cast that the first pass found."""
+    x, weight, *_, dy = make_layer((75, 200), 130)
+    x = x * 1
+    monkeypatch.setattr(joined, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(sys.modules["deep_tile.train.linear"], "_checked", {})
+    linear(x, weight, recipe=Recipe(wgrad="bf16"))  # which is not joined, and casts x
+    y = checkpoint(linear, x, weight, use_reentrant=False)
+    linear(x * 1, weight, recipe=Recipe(wgrad="bf16"))
+    y.backward(dy)
+    assert [name.removeprefix("_prepare_") for name in steps] == ["forward", "forward", "backward"]
+
+
+@pytest.mark.parametrize("padding", [64, 2], ids=str)
+def test_what_is_kept_may_come_back_as_a_part_of_other_memory(monkeypatch, steps, padding):
+    """As hooks for saved tensors may return it, behind so much padding."""
+    x, *_ = make_layer((75, 200))
+    gate_up, down, dy = make_layer((1, 200), 512)[1], *make_layer((75, 256), 72)[1::2]
+    monkeypatch.setattr(joined, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(sys.modules["deep_tile.train.linear"], "_checked", {})
+
+    def moved(kept):
+        return torch.nn.functional.pad(kept.flatten(), (padding, 0))[padding:].view(kept.shape)
+
+    for call, parameters in ((lambda: mlp(x, gate_up, down), [gate_up, down]), (lambda: linear(x, gate_up), [gate_up])):
+        of_output = dy if len(parameters) == 2 else torch.ones(75, 512, dtype=x.dtype)
+        wanted = differentiate(call, x, parameters, of_output)
+        with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, moved):
+            got = differentiate(call, x, parameters, of_output)
+        assert [*map(same_bits, got, wanted)] == [True] * len(wanted)

@@ -18,6 +18,10 @@ from deep_tile.config import SCALE_BLOCK
 from deep_tile.integrations.vllm_linear import AMAX_FLOOR, is_hopper, make_ready
 
 _PACKED = MoEActivation.SWIGLUOAI_UNINTERLEAVE
+
+_OF_GPT_OSS = 7.0, 1.702, 1.0
+"""Limit, alpha and beta that vLLM's kernels for SWIGLUOAI have built in; gpt-oss's method says them, others do not."""
+
 Products = dict[str, torch.Tensor | int | None]
 _Shape = tuple[int, ...]
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -95,12 +99,12 @@ class _Experts(mk.FusedMoEExpertsModular):
         grouped.fp8_grouped_gemm(h, h_scale, w2, self.w2_scale, out=out, constant_weights=True, **products)
 
     def _activate(self, gate_up: torch.Tensor, activation: MoEActivation, **bounds) -> _Pair:
-        limit, alpha, beta = self._gating()
+        limit, alpha, beta = self._gating(activation)
         numbers = {} if activation == MoEActivation.SILU else {"alpha": alpha, "beta": beta}
         return experts.silu_mul_cast_to_fp8(gate_up, limit=limit, amax_floor=AMAX_FLOOR, **numbers, **bounds)
 
-    def _gating(self) -> tuple[float | None, float, float]:
-        """The activation's limit, alpha and beta, from the quantisation config, else from the model's."""
+    def _gating(self, activation: MoEActivation) -> tuple[float | None, float, float]:
+        """The activation's limit, alpha and beta, from the quantisation config, else from the model's, else usual."""
         found = []
         for of_quantisation, of_model in (
             ("gemm1_clamp_limit", "swiglu_limit"),
@@ -109,8 +113,9 @@ class _Experts(mk.FusedMoEExpertsModular):
         ):
             number = getattr(self.quant_config, of_quantisation, None)
             found.append(getattr(self.moe_config, of_model, None) if number is None else number)
-        limit, alpha, beta = found
-        return limit, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+        usual = _OF_GPT_OSS if activation == MoEActivation.SWIGLUOAI else (None, 1.0, 0.0)
+        limit, alpha, beta = (of_activation if x is None else x for x, of_activation in zip(found, usual, strict=True))
+        return limit, alpha, beta
 
 
 class DeepTileExperts(_Experts):

@@ -127,8 +127,10 @@ rows_of = quantize.as_matrix
 
 
 def is_cast(x: torch.Tensor) -> bool:
-    """Whether the call before has cast the same tensor, so that `cast_shared` may find it."""
-    return _last.x is not None and _last.x() is x
+    """Whether the call before has cast the same tensor, so that `cast_shared` may find it. Not said under hooks for
+    saved tensors: checkpointing recomputes in another order, and wants as many tensors saved as there were."""
+    is_found = _last.x is not None and _last.x() is x
+    return is_found and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _may_share(x: torch.Tensor) -> bool:

@@ -63,8 +63,9 @@ class _Room(NamedTuple):
 
     def views(self, memory: torch.Tensor, count: int | None = None) -> list[torch.Tensor]:
         """The tensors, or the first of them."""
+        first = memory.storage_offset()  # hooks for saved tensors may return a part of their memory
         return [
-            memory.view(dtype).as_strided(shape, strides, begin // dtype.itemsize)
+            memory.view(dtype).as_strided(shape, strides, (first + begin) // dtype.itemsize)
             for begin, shape, strides, dtype in self.places[:count]
         ]
 
@@ -181,8 +182,13 @@ def _multiply(x: torch.Tensor, layers: tuple[Layer, ...], weights, biases, resul
     return kept
 
 
+def _saved(ctx) -> list[torch.Tensor]:
+    """What was kept, where kernels can read it: hooks for saved tensors may return it anywhere."""
+    return [x if tensors.is_aligned(x) else x.clone() for x in ctx.saved_tensors]
+
+
 def _gradients(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    kept, layers = ctx.saved_tensors, ctx.layers
+    kept, layers = _saved(ctx), ctx.layers
     count, dx = len(layers), tensors.new_empty(gradients[0], *layers[0].x, ctx.x_dtype)
     of_parameters = [None] * (2 * count)
     for i, (dy, layer) in enumerate(zip(gradients, layers, strict=True)):
@@ -260,7 +266,7 @@ class JoinedMlp(torch.autograd.Function):
 
 
 def _gradients_of_mlp(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (gate_up, *kept, of_last), mlp, dy = ctx.saved_tensors, ctx.mlp, dy.contiguous()
+    (gate_up, *kept, of_last), mlp, dy = _saved(ctx), ctx.mlp, dy.contiguous()
     layers = *mlp.first, mlp.last
     gradients = []
     for layer, dtype in zip(layers, ctx.dtypes, strict=True):
