@@ -553,7 +553,7 @@ def _matrix_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(prod(x.shape[:-1]), x.shape[-1])
 
 
-def _viewas_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
+def _view_as_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
     """The same for a destination, which cannot be a copy."""
     try:
         return _matrix_of(target)
@@ -684,7 +684,7 @@ def check_target_memory(out: torch.Tensor | None, scale: torch.Tensor | None) ->
         if target is None:
             continue
         _check_apart(name, target)
-        rows = _viewas_matrix(name, target)
+        rows = _view_as_matrix(name, target)
         if name == "out" and rows.shape[1] > 1 and rows.stride(1) != 1:
             raise ValueError(
                 f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out"
