@@ -261,7 +261,8 @@ def fp8_grouped_gemm(
         batch_invariant: as for `fp8_gemm`. Grouped results never depend on other rows, so it changes nothing.
         constant_weights: as for `fp8_gemm`; the bounds, too, are then read before that wait, if `expected_rows` is
             small: the preceding kernel must not write `b`, `b_scale`, `offs` or `counts`. Between the kernels of a
-            layer that holds (`sort_by_expert`, cast, product, `silu_mul_cast_to_fp8`, product).
+            layer that holds (`sort_by_expert`, cast, product, `silu_mul_cast_to_fp8`, product). Kernels without block
+            scales wait all the same.
 
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
 

@@ -16,6 +16,7 @@ from deep_tile import cast, jit, parts, sass
 from deep_tile.codegen import kernel_source, streaming_source
 from deep_tile.config import GemmConfig
 from deep_tile.select.defaults import deepest_config
+from deep_tile.select.groups import grouped_configs
 
 OFTEN_USED = ("12.9.86", "13.0.88", "13.2.86", "13.5.37")
 """The oldest; those that were measured, that PyTorch brings and that pip installs (2026-11)."""
@@ -28,6 +29,8 @@ MOST = 6
 WIDEST = deepest_config(128, 256)
 OF_INTEGERS = deepest_config(256, 128, kind="int8", cluster_n=2)
 UNIFORM_WITH_HELP = deepest_config(64, 48, tma_store=False)
+NARROW_GROUPS = grouped_configs("offs", True, kind="bf16")[0]
+"""Its warps stay together only where they wait before they read bounds."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,7 +49,7 @@ def _kernels_of(nvrtc: str) -> list[GemmConfig]:
     if changes.base() == changes.EVERYTHING:
         return list(EVERY_CONFIG)
     share = chosen()[OFTEN_USED.index(nvrtc) :: len(OFTEN_USED)]
-    return list(dict.fromkeys((WIDEST, OF_INTEGERS, *share[:MOST])))
+    return list(dict.fromkeys((WIDEST, OF_INTEGERS, NARROW_GROUPS, *share[:MOST])))
 
 
 @pytest.fixture(scope="session")

@@ -35,10 +35,11 @@ __device__ __forceinline__ int group_end(const Tile<config>& tile) {
 }
 
 // Returns whether a launch's first requests read the bounds of groups, and ask for `b`, while the preceding kernel still
-// runs: the caller declares that it writes neither. Not of a packed `b`, whose kernels NVRTC 13.2 then lets fall apart.
+// runs: the caller declares that it writes neither. Only with block scales: NVRTC 13.2 lets warps of a packed `b`, and of
+// 64x32 tiles without block scales, fall apart otherwise.
 template <GemmConfig config>
 __device__ __forceinline__ bool reads_bounds_early(const GemmParams& params) {
-    return config.row_groups() && !config.packed_b() && params.early_b;
+    return config.row_groups() && config.has_scales() && !config.packed_b() && params.early_b;
 }
 
 // K range that this CTA handles in every tile, in stages.
