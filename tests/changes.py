@@ -1,7 +1,5 @@
 """The files that differ from the base commit. The base is where the branch left main or, on main, the commit before, so
 that whoever repeats a run gets the same list.
-
-That is the commit where the branch left main, or, on main itself, the one before: the same for whoever repeats the run.
 """
 
 import fnmatch

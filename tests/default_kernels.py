@@ -149,8 +149,6 @@ def disassembly(cubin: bytes, folder: Path) -> list[str]:
 def disassemblies(cubins: Iterable[bytes], folder: Path) -> list[list[str]]:
     """Disassemblies of many kernels. One nvdisasm call reads them as one file, a tenth of the work, since most of it is
     start-up. Addresses count from the first kernel, and jumps have no labels.
-
-    Addresses are counted from the first kernel on, and jumps have no labels.
     """
     disassembler = find_nvidia_binary_utility("nvdisasm")
     if disassembler is None:

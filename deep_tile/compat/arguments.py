@@ -134,10 +134,14 @@ def operands(a: Pair, b: Pair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return *_operand("a", a), *_operand("b", b)
 
 
-def checked_pair(name: str, pair: Pair) -> Pair:
+def pair_of(name: str, pair: object) -> tuple:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{name} is a {type(pair).__name__}; it must be a pair of an FP8 tensor and its scale")
-    x, scale = pair
+    return tuple(pair)
+
+
+def checked_pair(name: str, pair: Pair) -> Pair:
+    x, scale = pair_of(name, pair)
     if isinstance(scale, torch.Tensor) and scale.dtype == torch.int32:
         remedy = tensors.scale_remedy(f"{name}[1]", scale)
         raise TypeError(f"{name}'s scale is of int32, packed for Blackwell; Hopper takes float32. To fix: {remedy}")

@@ -8,7 +8,7 @@ import torch
 
 from deep_tile import logits
 from deep_tile.codegen import LOGITS_TILE
-from deep_tile.compat import process
+from deep_tile.compat import arguments, process
 from deep_tile.compat.arguments import count
 from deep_tile.config import as_int
 
@@ -53,7 +53,7 @@ def fp8_fp4_mqa_logits(
     DeepGEMM 2.8 has `max_seqlen_k` and `schedule_meta` in the sixth and seventh place: an int there is the width of
     compressed logits, which are not cleaned. `schedule_meta` is Blackwell's: only None.
     """
-    keys, scale = _pair("kv", kv)
+    keys, scale = arguments.pair_of("kv", kv)
     if as_int(clean_logits) is not None:
         given = max_seqlen_k if isinstance(max_seqlen_k, torch.Tensor) else schedule_meta
         clean_logits, columns, schedule_meta = False, as_int(clean_logits), given
@@ -149,16 +149,10 @@ def get_paged_mqa_logits_metadata(
 
 
 def _queries(q: object) -> torch.Tensor:
-    q, scale = _pair("q", q)
+    q, scale = arguments.pair_of("q", q)
     if scale is not None:
         raise ValueError("q has scales, for Blackwell; on Hopper pass (q, None), and multiply its scales into weights")
     return q
-
-
-def _pair(name: str, pair: object) -> tuple:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"{name} is a {type(pair).__name__}; it must be a pair of an FP8 tensor and its scale")
-    return tuple(pair)
 
 
 def _refuse(**given: object) -> None:

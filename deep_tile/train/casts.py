@@ -113,7 +113,7 @@ _last = _Last()
 def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
     """`cast_both` for an input [..., k], or the previous call's result for the same tensor; without `along_tokens` the
     last two are None."""
-    rows = rows_of(x.detach())
+    rows = quantize.as_matrix(x.detach())
     if torch.compiler.is_compiling() or not _may_share(x):
         return _cast_input(rows, recipe, along_tokens)
     key = (x._version, x.data_ptr(), x.shape, _stream(x), along_tokens, recipe)
@@ -121,9 +121,6 @@ def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple
         codes = _cast_input(rows, recipe, along_tokens)
         _last.x, _last.key, _last.codes = weakref.ref(x, _last.forget), key, codes
     return _last.codes
-
-
-rows_of = quantize.as_matrix
 
 
 def is_cast(x: torch.Tensor) -> bool:

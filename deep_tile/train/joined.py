@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, both, dense, gated, launches, params, tensors
+from deep_tile import _launcher, both, dense, gated, launches, params, quantize, tensors
 from deep_tile.config import round_up
 from deep_tile.experts import SILU_MUL_CAST
 from deep_tile.select import training
@@ -200,7 +200,7 @@ def _gradients(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]
         else:
             _launch((dy, kept[0], dx, dw, spare), layer, _prepare_backward)
         if ctx.needs_input_grad[_FIRST + count + i]:
-            of_parameters[count + i] = casts.rows_of(dy).sum(0, dtype=torch.float32).to(ctx.dtypes[count + i])
+            of_parameters[count + i] = quantize.as_matrix(dy).sum(0, dtype=torch.float32).to(ctx.dtypes[count + i])
     return dx, None, *of_parameters
 
 
@@ -330,7 +330,7 @@ def _prepare_next_forward(given: tuple, layer: Layer) -> launches.Prepared:
 
 def _forward(codes: Sequence, cast: tuple, y, bias: list, layer: Layer, names: _Names) -> launches.Prepared:
     """The cast of a weight, and its product with an input's codes."""
-    operands = (*codes, *cast[1:3], casts.rows_of(y), *(bias or [None]))
+    operands = (*codes, *cast[1:3], quantize.as_matrix(y), *(bias or [None]))
     of_weight = both.CAST_WEIGHT.prepare(cast, both.CAST_WEIGHT.Options(*layer.cast), **names.where)
     return of_weight, _product(dense.FP8_GEMM, operands, names)
 
@@ -356,7 +356,7 @@ def _backward(
     dgrad = dense.SCALED_GEMM if accumulate else dense.FP8_GEMM
     return (
         _cast((dy, d, d_scale, dt, dt_scale), layer, False, names),
-        _product(dgrad, (d, d_scale, bt, b_scale.mT, casts.rows_of(dx), None), names, accumulate),
+        _product(dgrad, (d, d_scale, bt, b_scale.mT, quantize.as_matrix(dx), None), names, accumulate),
         _wgrad((dt, dt_scale, at, at_scale, dw), names),
     )
 
@@ -400,7 +400,7 @@ def _prepare_gradients(given: tuple, mlp: Mlp) -> launches.Prepared:
     whole = gated.parts_of(gated.Made(*mlp.made.views(made)), mlp.last.blocks, False)
     d, d_scale, dt, dt_scale = (x.chunk(len(mlp.first), dim)[i] for x, dim in zip(whole[:4], (1, 1, 0, 0), strict=True))
     dgrad = dense.SCALED_GEMM if of_weight else dense.FP8_GEMM
-    operands = d, d_scale, bt, b_scale.mT, casts.rows_of(dx), None
+    operands = d, d_scale, bt, b_scale.mT, quantize.as_matrix(dx), None
     return _product(dgrad, operands, names, bool(of_weight)), _wgrad((dt, dt_scale, at, at_scale, dw), names)
 
 
@@ -412,7 +412,7 @@ def _wgrad(operands: tuple, names: _Names) -> launches.Prepared:
 
 def _cast(given: tuple, layer: Layer, blocks: bool, names: _Names) -> launches.Prepared:
     options = both.BothOptions(*layer.cast, blocks=blocks)
-    return both.CAST_BOTH.prepare((casts.rows_of(given[0]), *given[1:], None, None), options, **names.where)
+    return both.CAST_BOTH.prepare((quantize.as_matrix(given[0]), *given[1:], None, None), options, **names.where)
 
 
 def _product(call: dense.Dense, operands: tuple, names: _Names, accumulate: bool = False) -> launches.Prepared:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from deep_tile import dense
+from deep_tile import dense, quantize
 from deep_tile.train import joined
-from deep_tile.train.casts import cast_gradient, cast_shared, rows_of, with_aligned_rows
+from deep_tile.train.casts import cast_gradient, cast_shared, with_aligned_rows
 from deep_tile.train.products import WIDE, added, cast_forward, dgrad, main_grad_of, wgrad
 from deep_tile.train.recipe import Recipe, check_tensors, require
 
@@ -120,7 +120,7 @@ class _Linears(torch.autograd.Function):
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         wants_x, wants_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST : _FIRST + count])
-        rows = rows_of(x) if wants_weights and at is None else None
+        rows = quantize.as_matrix(x) if wants_weights and at is None else None
         results, saved = [], [rows, at, at_scale]
         for weight, bias in zip(weights, biases, strict=True):
             b, b_scale, kept = cast_forward(weight, recipe, wants_x)
@@ -143,7 +143,7 @@ class _Linears(torch.autograd.Function):
         wants_x, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST:]
         dx, of_parameters = None, [None] * (2 * count)
         for i, dy in enumerate(gradients):
-            dy = rows_of(dy)
+            dy = quantize.as_matrix(dy)
             codes = cast_gradient(dy, recipe, wants_x and recipe.dgrad == "fp8", wanted[i] and recipe.wgrad != "bf16")
             if wants_x:
                 kept = of_weights[2 * i : 2 * i + 2]

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from deep_tile import dense
+from deep_tile import dense, quantize
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.experts import silu_mul_cast_to_fp8
 from deep_tile.gated import swiglu_gradient_cast_both
 from deep_tile.train import joined
-from deep_tile.train.casts import cast_gradient, cast_shared, rows_of, with_aligned_rows
+from deep_tile.train.casts import cast_gradient, cast_shared, with_aligned_rows
 from deep_tile.train.linear import check_once, in_autocast_dtype, linear, linears
 from deep_tile.train.products import WIDE, cast_forward, dgrad, keep, main_grad_of, wgrad
 from deep_tile.train.recipe import Recipe, check_tensors, require
@@ -110,7 +110,7 @@ class _Mlp(torch.autograd.Function):
         at, at_scale, gate_up, gate_up_scale, *of_weights = ctx.saved_tensors
         wants_x, wanted, recipe = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST:], ctx.recipe
         *kept, of_last = (of_weights[i : i + 2] for i in range(0, len(of_weights), 2))
-        *codes, dt, dt_scale = cast_gradient(rows_of(dy), recipe, True, wanted[-1])
+        *codes, dt, dt_scale = cast_gradient(quantize.as_matrix(dy), recipe, True, wanted[-1])
         dh = dgrad(codes, of_last, recipe, None, torch.bfloat16)
         made = swiglu_gradient_cast_both(dh, gate_up, gate_up_scale, blocks=recipe.wgrad == "fp8", **recipe.cast)
         del dh, gate_up, codes
