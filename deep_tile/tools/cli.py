@@ -52,6 +52,9 @@ TOKENS_TO_TUNE = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad arguments raise SystemExit(2)."""
+    for name in ("stdout", "stderr"):  # None where a daemon closed them
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     parser = _parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help()
@@ -61,9 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rest and options.run is not bench:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         options.rest = rest
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has seen enough: quietly, as rich ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ModuleNotFoundError as error:
         remedy = remedy_for_missing(error)
         if remedy is None:
