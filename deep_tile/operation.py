@@ -248,7 +248,8 @@ class Operation(ops.Op):
         checked = self.checked(given, options)
         if self.needs_kernel(given):
             return self.prepare(given, checked)
-        with torch.inference_mode():  # inference mode allows writes to tensors that require a gradient
+        # Inference mode allows writes to tensors that require a gradient; autocast knows no float64.
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
             self.define(given, options)
         return None
 

@@ -129,7 +129,7 @@ def test_exit_waits_for_a_compiling_daemon():
     code = (
         "import threading, time; from deep_tile import jit\n"
         "begun, (_, options) = threading.Event(), jit._compiler()\n"
-        "def compile_slowly(*ignored, **how): begun.set(); time.sleep(0.3); print('ended', flush=True); raise SystemExit\n"
+        "def compile_slowly(*ignored, **how): begun.set(); time.sleep(0.3); print('ended'); exit()\n"
         "jit._compiler = lambda: (compile_slowly, options)\n"
         "threading.Thread(target=jit.compile_kernel, args=('', 'k'), daemon=True).start()\n"
         "begun.wait()\n"

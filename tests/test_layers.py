@@ -112,7 +112,8 @@ MAY_IMPORT = {
     "replaceable": {"quantize", "tensors"},
     "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "launches"}
     | {"ops", "params", "quantize", "select", "tensors", "transposed", "wgrad"},
-    "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"},
+    "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"}
+    | {"sources", "tensors"},
     "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "packed_layers"}
     | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},

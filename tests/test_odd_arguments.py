@@ -212,12 +212,57 @@ def test_packed_layers_take_whole_rows():
     """A row that lacks some of its last K block has as many K blocks."""
     with pytest.raises(ValueError, match=r"x is \[3, 127\]; this layer takes \[..., 128\]"):
         nn.PackedLinear(128, 48)(torch.randn(3, 127))
-    with pytest.raises(TypeError, match="x is a NoneType"):
+    with pytest.raises(TypeError, match="x is a .*NoneType"):
         nn.PackedLinear(128, 48)(None)
     assert nn.PackedLinear(0, 16)(torch.zeros(3, 0)).shape == (3, 16)
     layer, chosen = nn.PackedExperts(2, 128, 64), torch.zeros(3, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"x is \[3, 127\]"):
         layer(torch.randn(3, 127).bfloat16(), chosen, torch.ones(3, 1))
+
+
+ODD_TENSORS = {
+    "sparse": lambda: torch.eye(4, 128).to_sparse(),
+    "sparse rows": lambda: torch.eye(4, 128).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(3, 128), torch.randn(2, 128)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(3, 128), torch.randn(2, 128)], layout=torch.jagged),
+    "lazy": torch.nn.parameter.UninitializedParameter,
+    "double": lambda: torch.randn(4, 128).double(),
+}
+
+
+@pytest.mark.parametrize("make", ODD_TENSORS.values(), ids=[*ODD_TENSORS])
+def test_packed_layers_refuse_odd_tensors_by_name(make):
+    layer, one = nn.PackedExperts(2, 128, 64), torch.zeros(4, 128, dtype=torch.int64)
+    for call in (nn.PackedLinear(128, 48), lambda x: layer(x, one[:, :1], torch.ones(4, 1))):
+        with pytest.raises(TypeError, match="^x is a"):
+            call(make())
+    with pytest.raises(TypeError, match="^shares is a"):
+        layer(torch.randn(4, 128).bfloat16(), one, make())
+
+
+@pytest.mark.parametrize("shares", [None, 3, [1.0], torch.ones(4, 1).cfloat(), torch.ones(4, 1).int()], ids=str)
+def test_shares_are_wide_numbers(shares):
+    layer, chosen = nn.PackedExperts(2, 128, 64), torch.zeros(4, 1, dtype=torch.int64)
+    with pytest.raises(TypeError, match="shares is a .*pass a tensor"):
+        layer(torch.randn(4, 128).bfloat16(), chosen, shares)
+
+
+@pytest.mark.parametrize(("tokens", "choices"), [(3, 4), (5, 4), (0, 4), (4, 0)])
+def test_each_token_is_chosen_for(tokens, choices):
+    """Rows beyond x would be read."""
+    layer, chosen = nn.PackedExperts(2, 128, 64), torch.zeros(choices, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="x, chosen and shares are"):
+        layer(torch.randn(tokens, 128).bfloat16(), chosen, torch.ones(choices, 1))
+
+
+def test_mlp_names_its_weights():
+    x, w = torch.randn(4, 128), torch.randn(256, 128)
+    for given in (None, 3):
+        with pytest.raises(TypeError, match="w_gate_up is a"):
+            train.mlp(x, given, w)
+    for shape in ((), (128,), (2, 64, 128)):
+        with pytest.raises(ValueError, match=r"w_down has shape .*\[n, f\]"):
+            train.mlp(x, w, torch.zeros(shape))
 
 
 def test_pairs_without_columns_or_rows():
