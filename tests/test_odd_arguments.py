@@ -14,6 +14,7 @@ from bad_calls import freed
 import deep_tile
 from deep_tile import cast, nn, params, train
 from deep_tile.compat import deep_gemm
+from deep_tile.integrations import transformers
 
 M, N, K, G = 6, 144, 256, 3
 FP8 = torch.float8_e4m3fn
@@ -253,6 +254,54 @@ def test_each_token_is_chosen_for(tokens, choices):
     layer, chosen = nn.PackedExperts(2, 128, 64), torch.zeros(choices, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="x, chosen and shares are"):
         layer(torch.randn(tokens, 128).bfloat16(), chosen, torch.ones(choices, 1))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        train.convert,
+        train.gather_fp8,
+        lambda model: train.precompile(model, 8),
+        lambda model: nn.precompile_model(model, 8),
+        nn.replace_linears,
+        transformers.rebase,
+        transformers.pack,
+    ],
+    ids=["convert", "gather_fp8", "precompile", "precompile_model", "replace_linears", "rebase", "pack"],
+)
+def test_models_are_modules(call):
+    for model in (None, [torch.nn.Linear(4, 4)], torch.nn.Linear):
+        with pytest.raises(TypeError, match="model is .*pass a torch.nn.Module"):
+            call(model)
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 2.5, "8", True])
+def test_tokens_are_an_int(tokens):
+    model = train.convert(torch.nn.Linear(16, 16), lambda *_: True)
+    with pytest.raises((TypeError, ValueError), match="^tokens is"):
+        train.precompile(model, tokens)
+    with pytest.raises((TypeError, ValueError), match="^max_tokens is"):
+        nn.precompile_model(nn.Linear(16, 16), tokens)
+
+
+def test_wanted_is_a_function():
+    with pytest.raises(TypeError, match="wanted is 'x'; pass a function"):
+        train.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), "x")
+
+
+def test_a_layer_that_could_not_run_is_not_made():
+    linear = torch.nn.Linear(16, 16, dtype=torch.float64).eval()
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), linear).eval()
+    with pytest.raises(TypeError, match="the bias of '1' is torch.float64.*model.float"):
+        nn.replace_linears(model)
+    assert type(model[0]) is torch.nn.Linear
+    with pytest.raises(TypeError, match="bias is a tensor of torch.float64"):
+        nn.Linear.from_float(linear)
+
+
+def test_layers_that_are_not_made_yet_stay():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LazyLinear(16)).eval()
+    assert nn.replace_linears(model) == 1 and type(model[1]) is torch.nn.LazyLinear
 
 
 def test_mlp_names_its_weights():
