@@ -52,13 +52,13 @@ WIDTH = 120
 """Columns of the documents' text."""
 
 EXPLANATION = (
-    "- *Tensor-wise* and *row-wise* cuBLASLt apply no block scales. *Slow* promotes its sums as deep_tile does, *fast* "
-    "does not.",
-    f"- *{DEEP_GEMM}*: its times in another run, `benchmarks/results/{PUBLISHED.name}`, brought to this one through "
-    "cuBLASLt tensor-wise, fast, which both timed.",
+    "- *Tensor-wise* and *row-wise* cuBLASLt have one scale per tensor or per row, no block scales. *Slow* promotes "
+    "its sums as deep_tile does, *fast* does not.",
+    f"- *{DEEP_GEMM}*: its times are from another run, `benchmarks/results/{PUBLISHED.name}`, and are compared through "
+    "cuBLASLt tensor-wise, fast, which both runs timed.",
     f"- The *{ESTIMATE}* is max(FLOP / {H200.fp8_tflops:.0f} TFLOPS + {H200.launch_us} us, bytes / {H200.hbm_tbps} "
-    f"TB/s + {H200.stream_us} us): what tensor cores keep up on random data at an H200's power limit, what plain "
-    "reading gets from its memory, and what a launch adds. It is no limit: a cooler GPU beats it.",
+    f"TB/s + {H200.stream_us} us): the FLOP rate that tensor cores sustain on random data at an H200's power limit, "
+    "the bandwidth of a plain read, and the time that a launch adds. It is not a limit: a cooler GPU is faster.",
 )
 """An explanation of the tables' words."""
 
@@ -247,9 +247,14 @@ def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
     kernels = [["first call of a kernel, ms", *(states[state] for state in columns)]]
     for row in zip(*(calls[state] for state in columns), strict=True):
         kernels.append([f"`{row[0]['config']}`", *(f"{call['first_ms']:.3g}" for call in row)])
-    once = "The first row includes what a process does once: where it compiles, loading the compiler's bindings."
-    wheel = " Packaged kernels are those that a wheel brings." if "packaged" in columns else ""
-    return f"{markdown(rows)}\n\n{markdown(kernels)}\n\n{wrapped(once + wheel)}"
+    once = "The first row includes work that a process does once; with a cold cache this is loading NVRTC's bindings."
+    wheel = " *Packaged* kernels come with the wheel." if "packaged" in columns else ""
+    meta = overhead["meta"]
+    about = (
+        f"Host time of a call that is not the first, and time of first calls, by `benchmarks/bench_overhead.py`: "
+        f"{meta['gpu']}, {meta['date'][:10]}, {overhead['shape']}."
+    )
+    return "\n\n".join((wrapped(about), markdown(rows), markdown(kernels), wrapped(once + wheel)))
 
 
 def benchmarks_part(run: Run, overhead: dict[str, Any] | None = None) -> str:

@@ -21,10 +21,10 @@ GPU = "h100"
 VARIANTS = {
     "bf16": "BF16",
     "linear": "`Linear`",
-    "mlp": "and `mlp`",
-    "mlp fp8": 'with `activations="fp8"`',
-    "mlp recast": "with `recast=True`",
-    "mlp fp8 recast": "with both",
+    "mlp": "`Linear` and `mlp`",
+    "mlp fp8": 'the same with `activations="fp8"`',
+    "mlp recast": "the same with `recast=True`",
+    "mlp fp8 recast": "the same with both",
     "torchao": "torchao, tensor-wise",
 }
 
@@ -62,7 +62,8 @@ def about(run: Run, script: str) -> str:
 def steps_part(run: Run) -> str:
     """Times and memory of training steps, and what takes them."""
     by_mode = {mode: {e["variant"]: e for e in run["entries"] if e["mode"] == mode} for mode in ("eager", "compile")}
-    head = [f"{mode}{label}" for mode in ("eager", "compiled") for label in (": ms", ", of BF16", ": GB", ", of BF16")]
+    labels = (": ms", ", over BF16", ": GB", ", over BF16")
+    head = [f"{mode}{label}" for mode in ("eager", "compiled") for label in labels]
     rows = [["", *head]]
     for variant, title in VARIANTS.items():
         cells = [_of_step(of_mode.get(variant), of_mode.get("bf16")) for of_mode in by_mode.values()]
@@ -98,10 +99,10 @@ def layers_part(run: Run) -> str:
     for n in widths:
         entries = [by_size.get((n, k)) for k in widths]
         grid.append([str(n), *(MISSING if e is None else _ratio(*_graphs(e)) for e in entries)])
-    head = ("tokens, n x k", "host: BF16", "FP8, call by call", "FP8", "eager: BF16", "FP8", "of BF16")
-    small = [[*head, "CUDA graph: BF16", "FP8", "of BF16", "predicted"]]
+    head = ("tokens, n x k", "host: BF16", "FP8, separate calls", "FP8", "eager: BF16", "FP8", "over BF16")
+    small = [[*head, "CUDA graph: BF16", "FP8", "over BF16", "predicted"]]
     small += [_of_small(e) for e in of_linear if e["tokens"] * e["n"] * e["k"] <= SMALL]
-    text = f"{about(run, 'bench_train_layers.py')} A layer's forward and backward pass in a CUDA graph, of BF16, "
+    text = f"{about(run, 'bench_train_layers.py')} Forward and backward pass in a CUDA graph, over BF16's time, "
     host = 'Times in us; "host" is the time to enqueue a forward and backward pass, the forward pass alone in brackets:'
     return "\n\n".join(
         (wrapped(f"{text}{TOKENS:,} tokens:"), markdown(grid), wrapped(host), markdown(small), _of_left(of_linear))
@@ -135,7 +136,7 @@ def _of_small(entry: dict) -> list[str]:
 
 
 def frozen_part(run: Run) -> str:
-    rows = [["frozen layer, n x k", "forward and dx, of BF16", "as a CUDA graph", "bytes of weights"]]
+    rows = [["frozen layer, n x k", "forward and dx, over BF16", "as a CUDA graph", "bytes of weights"]]
     for e in (entry for entry in run["entries"] if entry["of"] == "frozen"):
         ratios = [_ratio(e[f"fp8, {what}"], e[f"bf16, {what}"]) for what in ("eager", "graph", "bytes")]
         rows.append([f"{e['n']}x{e['k']}", *ratios])
@@ -143,7 +144,7 @@ def frozen_part(run: Run) -> str:
 
 
 def experts_part(run: Run) -> str:
-    head = [f"{mode}{label}" for mode in ("compiled", "eager") for label in (": BF16", ", FP8", ", of BF16")]
+    head = [f"{mode}{label}" for mode in ("compiled", "eager") for label in (": BF16", ", FP8", ", over BF16")]
     rows = [["", *head, "compiled, GB: BF16", "FP8"]]
     for model, title in MODELS.items():
         found = {(e["mode"], e["recipe"]): e for e in run["entries"] if e["model"] == model}

@@ -325,7 +325,8 @@ def test_report_writes_tables_and_chart(tmp_path):
     store.save(result, with_bf16(made_up_run()))
     store.save(other, with_bf16(made_up_run(gpu="NVIDIA H100 80GB HBM3")))
     first = [{"config": "fp8_gemm_x", "first_ms": 321.4, "second_ms": 0.1}]
-    overhead.write_text(json.dumps({"host_us": {"deep_tile": 3.21}, "first_calls": {"cold": first, "packaged": first}}))
+    calls = {"shape": "64x2112x7168", "host_us": {"deep_tile": 3.21}, "first_calls": {"cold": first, "packaged": first}}
+    overhead.write_text(json.dumps(calls | {"meta": {"gpu": "NVIDIA H200", "date": "2026-11-25T00:23:33"}}))
     for path in (readme, page):
         path.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
     arguments = [result, other, "--overhead", overhead, "--readme", readme, "--docs", tmp_path]
@@ -339,7 +340,7 @@ def test_report_writes_tables_and_chart(tmp_path):
     assert "| torch BF16 | H100 | 2.00" in readme.read_text() and f"{report.DEEP_GEMM} | H100" not in readme.read_text()
     text = page.read_text()
     assert "| 4096x2112x7168 | 97.0 | 114.9 | 83.2 | 194.0 | 86.0 | 1279 |" in text
-    assert "| deep_tile | 3.2 |" in text
+    assert "| deep_tile | 3.2 |" in text and "2026-11-25, 64x2112x7168." in text
     assert "| cold cache | packaged |" in text and "| `fp8_gemm_x` | 321 | 321 |" in text
     chart = (tmp_path / "figures" / "speed.svg").read_text()
     assert "<svg" in chart and not re.search(r"<style|\sstyle=", chart)
@@ -398,7 +399,7 @@ def test_report_of_training_writes_every_table(tmp_path, monkeypatch):
     text = page.read_text()
     for line in (
         "| BF16 | 80.0 | 1.00 | 6.00 | 1.00 | 80.0 | 1.00 | 6.00 | 1.00 |",
-        "| and `mlp` | – | – | – | – | 60.0 | 0.75 | 3.00 | 0.50 |",
+        "| `Linear` and `mlp` | – | – | – | – | 60.0 | 0.75 | 3.00 | 0.50 |",
         "with `mlp`, in ms: casts 0.0 and 5.0, GEMMs 54.0 and 30.0.",
         "| 1024 | 1.10 |",
         "| 4,096, 1024x1024 | 10 (3) | – | 10 (4) | 10 | 10 | 1.00 | 10 | 11 | 1.10 | ",
