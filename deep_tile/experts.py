@@ -280,7 +280,7 @@ class Combine(Described):
     def allocated(self, given: Given, options: tuple) -> Given:
         """As `Described` has it, without reading every argument's sizes."""
         x, weights, index, out = given
-        shape = len(index), x.shape[1]
+        shape = index.shape[0], x.shape[1]
         return x, weights, index, tensors.new_empty(x, shape, (shape[1], 1), torch.bfloat16) if out is None else out
 
     def define(self, given: Given, options) -> None:

@@ -110,7 +110,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, chosen, shares, w_gate_up, w_down, recipe):
-        routing = sort_by_expert(chosen, len(w_gate_up), alignment=SCALE_BLOCK)
+        routing = sort_by_expert(chosen, w_gate_up.shape[0], alignment=SCALE_BLOCK)
         *up, kept_up = cast_forward(w_gate_up, recipe, ctx.needs_input_grad[0])
         *down, kept_down = cast_forward(w_down, recipe, any(ctx.needs_input_grad))
         a, a_scale, *x_along = _cast(x, recipe, routing.offs, routing.rows)
@@ -170,13 +170,13 @@ def _weight_gradient(
     if main_grad is not None:
         fp8_grouped_wgrad(*dy, *x, offs, main_grad.grad, accumulate=True)
         return main_grad.placeholder(dtype)
-    out = torch.empty(len(offs), dy[0].shape[0], x[0].shape[0], dtype=written_dtype(dtype), device=dy[0].device)
+    out = torch.empty(offs.shape[0], dy[0].shape[0], x[0].shape[0], dtype=written_dtype(dtype), device=dy[0].device)
     return fp8_grouped_wgrad(*dy, *x, offs, out, accumulate=False)
 
 
 def _share_of_rows(shares: torch.Tensor, routing: Routing) -> torch.Tensor:
     """[r] float32; padding rows are undefined."""
-    count = len(routing.rows)
+    count = routing.rows.shape[0]
     share = torch.empty(count + 1, dtype=torch.float32, device=shares.device)
     share.index_put_((routing.index,), shares.detach().float())  # -1, of a choice without an expert, is after the rows
     return share[:count]
