@@ -43,7 +43,6 @@ DEEP_GEMM = "DeepGEMM 2.6.1, another run"
 ESTIMATE = "estimate"
 """Title of the time that a shape's FLOP and bytes let expect: `Shape.estimate_us`."""
 
-BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 MISSING = "–"
 CHART_COLORS = ("#d9822b", "#3f8fd2", "#3aa675")
 """Our colour, then those of the others."""
@@ -212,7 +211,7 @@ def readme_part(runs: list[Run]) -> str:
         "By `deep-tile bench --shapes all`. *Tensor-wise* cuBLASLt has one scale per tensor, so it does less work."
         f"{bridged}"
     )
-    return f"{_markdown(rows)}\n\n{_wrapped(about)}"
+    return f"{markdown(rows)}\n\n{wrapped(about)}"
 
 
 def markdown_tables(run: Run) -> str:
@@ -234,8 +233,8 @@ def markdown_tables(run: Run) -> str:
         f"microseconds, medians, L2 cold, contestants in turn, `a_scale` {meta.get('scale_layout', MISSING)}. "
         f"Geometric means over {len(rows)} shapes; below 1, deep_tile is faster."
     )
-    explanation = "\n".join(map(_wrapped, EXPLANATION))
-    return "\n\n".join((_wrapped(about), _markdown(nine), _markdown(means), explanation))
+    explanation = "\n".join(map(wrapped, EXPLANATION))
+    return "\n\n".join((wrapped(about), markdown(nine), markdown(means), explanation))
 
 
 def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
@@ -255,7 +254,7 @@ def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
         f"Host time of a call that is not the first, and time of first calls, by `benchmarks/bench_overhead.py`: "
         f"{meta['gpu']}, {meta['date'][:10]}, {overhead['shape']}."
     )
-    return "\n\n".join((_wrapped(about), _markdown(rows), _markdown(kernels), _wrapped(once + wheel)))
+    return "\n\n".join((wrapped(about), markdown(rows), markdown(kernels), wrapped(once + wheel)))
 
 
 def benchmarks_part(run: Run, overhead: dict[str, Any] | None = None) -> str:
@@ -266,22 +265,28 @@ def benchmarks_part(run: Run, overhead: dict[str, Any] | None = None) -> str:
     return "\n\n".join(tables)
 
 
-def _wrapped(text: str) -> str:
+def wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False)
 
 
-def _markdown(rows: list[list[str]]) -> str:
+def markdown(rows: list[list[str]]) -> str:
     head, *body = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *body))
 
 
-def replace_between_markers(path: Path, text: str) -> None:
-    """Put `text` between the two benchmark markers of a file."""
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} must hold the line {BEGIN} and, after it, {END}; the table goes between them")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+def markers(name: str) -> tuple[str, str]:
+    """The lines before and after a generated part of a page."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+def replace_between_markers(path: Path, text: str, name: str = "benchmark") -> None:
+    """Put `text` between the two markers of this name in a file."""
+    begin, end = markers(name)
+    before, found, rest = path.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"{path} must hold the line {begin} and, after it, {end}; the table goes between them")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def plot_speedup(run: Run, path: Path) -> None:
