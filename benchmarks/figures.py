@@ -48,16 +48,17 @@ def draw(folder: Path) -> list[Path]:
     plot_experts(paths[-1])
     paths.append(folder / "training_loss.png")
     plot_losses(paths[-1])
-    paths.append(folder / "training_step.svg")
-    plot_step(paths[-1])
+    if steps := report_train.newest("train"):
+        paths.append(folder / "training_step.svg")
+        plot_step(steps, paths[-1])
     return paths
 
 
-def plot_step(path: Path) -> None:
+def plot_step(results: Path, path: Path) -> None:
     """A compiled training step by parts: profiled kernels, the rest up to the measured time."""
     from matplotlib.figure import Figure
 
-    stored = store.load(report_train.newest("train"))
+    stored = store.load(results)
     steps = {step["variant"]: step for step in stored["entries"] if step["mode"] == "compile"}
     bf16, fp8 = steps["bf16"], steps["mlp"]
     shown = [name for name in bf16["parts_ms"] if name != REST]
