@@ -196,15 +196,6 @@ def check_vllm(folder: Path, name: str) -> list[str]:
         failures += [
             f"{kind}: {what} is {found[what]}" for what in found if what[:5] == "error" and found[what] > MOST_ERROR
         ]
-    for variable, asked in (("1", "auto"), ("1", "marlin"), ("", "auto")):
-        found, _ = run(folder, name, "in_sglang_mxfp4.py", asked, SGLANG_USE_DEEP_TILE=variable)
-        print(name, f"SGLANG_USE_DEEP_TILE={variable} --moe-runner-backend {asked}", found, flush=True)
-        for kind, layer in found.items():
-            serves = layer["method"].startswith("DeepTile")
-            if serves is not (variable == "1" and asked == "auto"):
-                failures.append(f"{kind}, variable {variable!r}, backend {asked}: {layer['method']} serves")
-            if serves and (layer["error"] > MOST_ERROR or layer["bytes"] > MOST_BYTES):
-                failures.append(f"{kind}: {layer}")
     return failures + check_deep_gemm(folder, name)
 
 
@@ -232,6 +223,15 @@ def check_sglang(folder: Path, name: str) -> list[str]:
         if found.pop("hooked") != (wanted if variable else []):
             failures.append(f"variable {variable!r}: other functions are hooked\n{said[-2000:]}")
         failures += [f"{what} is false" for what, holds in found.items() if not holds]
+    for variable, asked in (("1", "auto"), ("1", "marlin"), ("", "auto")):
+        found, _ = run(folder, name, "in_sglang_mxfp4.py", asked, SGLANG_USE_DEEP_TILE=variable)
+        print(name, f"SGLANG_USE_DEEP_TILE={variable} --moe-runner-backend {asked}", found, flush=True)
+        for kind, layer in found.items():
+            serves = layer["method"].startswith("DeepTile")
+            if serves is not (variable == "1" and asked == "auto"):
+                failures.append(f"{kind}, variable {variable!r}, backend {asked}: {layer['method']} serves")
+            if serves and (layer["error"] > MOST_ERROR or layer["bytes"] > MOST_BYTES):
+                failures.append(f"{kind}: {layer}")
     return failures + check_deep_gemm(folder, name)
 
 
