@@ -488,3 +488,27 @@ def test_weights_that_cannot_be_packed_are_refused_with_the_remedy(mxfp4):
     layer.w13_weight_scale[0, 0] = 200
     with pytest.raises(ValueError, match=r"max_error.*--moe-runner-backend marlin"):
         method.process_weights_after_loading(layer)
+
+
+def test_tokens_are_padded_where_sglang_has_padded_weights(mxfp4):
+    layer, method, _ = filled(mxfp4, "cpu")
+    method.process_weights_after_loading(layer)
+    x, shares = torch.randn(3, layer.hidden_size).bfloat16(), torch.rand(3, 2)
+    x[:, 130:] = 0
+    outs = []
+    for given in (x, x[:, :130].contiguous()):
+        topk = SimpleNamespace(hidden_states=given, topk_output=(shares, torch.tensor([[0, 1]] * 3).int(), None))
+        outs += method.apply(layer, topk)
+    assert same_bits(*outs)
+
+
+@pytest.mark.parametrize("changed", ["arguments", "missing"])
+def test_a_release_with_other_functions_has_block_fp8_served(sglang, monkeypatch, caplog, changed):
+    if changed == "arguments":
+        monkeypatch.setattr(Config, "get_quant_method", lambda self, layer: None)
+    else:
+        monkeypatch.delattr(sys.modules[f"{QUANTIZATION}.mxfp4"], "Mxfp4Config")
+    register()
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "leaves experts of MXFP4 to SGLang" in record.getMessage()
+    assert len(sglang) == 4 and not [target for target in sglang if "get_quant_method" in target]

@@ -30,15 +30,27 @@ def _version() -> str:
 def _hook() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from deep_tile.integrations import sglang_hooks, sglang_mxfp4
+    from deep_tile.integrations import sglang_hooks
 
-    around = sglang_hooks.AROUND | sglang_mxfp4.METHODS
-    for target, hook in around.items():
+    for target, hook in sglang_hooks.AROUND.items():
         _check_signature(target, hook)
-    for target, hook in around.items():
+    for target, hook in (sglang_hooks.AROUND | _of_mxfp4()).items():
         HookRegistry.register(target, hook, HookType.AROUND)
     for target, hook in sglang_hooks.AFTER.items():
         HookRegistry.register(target, hook, HookType.AFTER)
+
+
+def _of_mxfp4() -> dict[str, Callable]:
+    """Hooks for experts of MXFP4. A release whose functions for them are others has block FP8 served alone."""
+    try:
+        from deep_tile.integrations.sglang_mxfp4 import METHODS
+
+        for target, hook in METHODS.items():
+            _check_signature(target, hook)
+    except (AttributeError, ImportError, RuntimeError) as error:
+        engines.logger(engines.SGLANG).warning("deep_tile leaves experts of MXFP4 to SGLang: %s", error)
+        return {}
+    return METHODS
 
 
 def _check_signature(target: str, hook: Callable) -> None:

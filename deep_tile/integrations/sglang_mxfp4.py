@@ -75,8 +75,11 @@ class DeepTileMxfp4MoEMethod(FusedMoEMethodBase):
         )
 
     def apply(self, layer: torch.nn.Module, dispatch_output) -> StandardCombineInput:
-        shares, chosen, *_ = dispatch_output.topk_output
-        return StandardCombineInput(layer.deep_tile_experts(dispatch_output.hidden_states, chosen, shares))
+        (shares, chosen, *_), x = dispatch_output.topk_output, dispatch_output.hidden_states
+        padded = layer.deep_tile_experts.down.shape[1]  # by some of SGLang's choices; it cuts results itself
+        if x.shape[-1] < padded:
+            x = torch.nn.functional.pad(x, (0, padded - x.shape[-1]))
+        return StandardCombineInput(layer.deep_tile_experts(x, chosen, shares))
 
 
 def method(original, self, layer: torch.nn.Module, prefix: str) -> object:
