@@ -708,6 +708,11 @@ WRONG = {
     ),
     "bias too short": (lambda g: {"bias": g["bias"][:3]}, ValueError, r"bias has shape \[3\]; .*it must be \[n\]"),
     "bias of FP64": (lambda g: {"bias": g["bias"].double()}, TypeError, "bias is a tensor of torch.float64"),
+    "sparse x": (
+        lambda g: {"x": g["x"].detach().to_sparse()},
+        TypeError,
+        r"x is a tensor of layout .* Pass x.to_dense",
+    ),
     "no recipe": (lambda g: {"recipe": "fp8"}, TypeError, "recipe is a str; it must be a deep_tile.train.Recipe"),
     "main_grad": (
         lambda g: setattr(g["weight"], "main_grad", torch.zeros(3)) or {},
@@ -762,7 +767,12 @@ def test_predictions_know_the_host():
     assert predict(*large) == predict(*large, eager=True) and predict(*large).pays
 
 
-MEASURED = json.loads((store.FOLDER / "train_layers_h100_2026-11-26.json").read_text())["entries"]
+MEASURED = [
+    entry
+    for entry in store.load(sorted(store.FOLDER.glob("train_layers_*.json"))[-1])["entries"]
+    if entry.get("of", "linear") == "linear" and abs(entry["joined, graph"] / entry["bf16, graph"] - 1) > 0.03
+]
+"""Layers that are clearly faster or slower in FP8."""
 
 
 @pytest.mark.parametrize("entry", MEASURED, ids=lambda entry: "{tokens}x{n}x{k}".format(**entry))
