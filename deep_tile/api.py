@@ -211,12 +211,12 @@ def supports(
         call: a GEMM's name, such as "fp8_gemm_cast", "fp8_linear" or "scaled_gemm".
     """
     asked = m, n, k, dtype, out_dtype, (a_stride, b_stride), layout, grouping, groups, call
-    error = error_of(_check_supported, *asked)
+    error = error_of(described, *asked)
     return error is None, "supported" if error is None else str(error)
 
 
-def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call) -> None:
-    """Raise what is wrong about such a problem."""
+def described(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call, **finish) -> tuple[Operation, Sizes]:
+    """The operation that `supports` asks, and the sizes that have passed its checks; raises what is wrong."""
     for name, size in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if as_int(size) is None:
             raise ValueError(f"{name} is {size!r}; sizes are ints")
@@ -234,7 +234,9 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
     results = operation.results(kind)
     if out_dtype not in (None, *results):
         raise ValueError(f"out is {out_dtype}; supported is {' or '.join(map(str, results))}")
-    operation.check_sizes(Sizes(m, n, k, kind, dtype, out_dtype, strides, layout, grouping, groups))
+    sizes = Sizes(m, n, k, kind, dtype, out_dtype, strides, layout, grouping, groups, **finish)
+    operation.check_sizes(sizes)
+    return operation, sizes
 
 
 def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | None, grouping: str) -> tuple:
@@ -250,12 +252,12 @@ def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | 
     found = [(each, each.kind_for(dtype, usual)) for each in products.values()]
     found = [(each, kind) for each, kind in found if kind is not None]
     if not found:
-        taken = " or ".join(dict.fromkeys(name for each in products.values() for name in _operands_of(each)))
+        taken = " or ".join(dict.fromkeys(name for each in products.values() for name in operands_of(each)))
         raise ValueError(f"operands are {dtype}; {call or f'grouping {grouping!r}'} takes {taken}")
     return next((pair for pair in found if pair[1] is usual), found[0])
 
 
-def _operands_of(operation: Operation) -> list[str]:
+def operands_of(operation: Operation) -> list[str]:
     """Names of what it takes for `dtype`."""
     of_weights = [kind.name for kind in getattr(operation, "kinds", {}).values() if kind.packing]
     return of_weights or [str(dtype) for dtype in operation.dtypes]

@@ -13,10 +13,12 @@ import torch
 
 from deep_tile import cast, checks, launches, logits_launch, ops, tensors
 from deep_tile.codegen import LOGITS_TILE
-from deep_tile.config import check_sizes, round_up
+from deep_tile.config import ceil_div, check_sizes, round_up
 from deep_tile.logits_launch import HEAD_DIMS, HEADS, MOST_BATCH_QUERIES, SCALE_BYTES, Keys, LogitsLayout
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
+from deep_tile.select.hardware import Hardware
+from deep_tile.select.streaming import Prediction
 
 _OUTPUTS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -260,6 +262,24 @@ class Logits(Operation):
         keys = Keys(1, len(kv), kv.stride(0) if len(kv) > 1 else head_dim, 0, 0)
         return self.launch(kernel, layout, q, keys, options)
 
+    sizes = "m n k heads"
+
+    def shapes_without_memory(self, asked: checks.Sizes) -> list[tuple[int, ...]]:
+        sizes = {"rows": asked.m, "keys": asked.n, "heads": asked.heads, "head_dim": asked.k}
+        return [tuple(map(sizes.get, _SHAPES[name])) for name in self.names[:-1]]
+
+    def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
+        shapes = zip(self.names, self.shapes_without_memory(asked), strict=False)
+        made = (torch.empty(shape, dtype=_DTYPES[name][0], device="meta") for name, shape in shapes)
+        return (*made, None), Options(**self._defaults, out_dtype=asked.out_dtype)
+
+    def predict(self, given: Given, options: Options, bytes_moved: int, hardware: Hardware) -> Prediction:
+        (*queries, heads, head_dim), (rows, keys) = given[0].shape, self.size(given)
+        output = _OUTPUTS[options.out_dtype or torch.float32]
+        kernel = logits_launch.choose(head_dim, heads, queries[-1], len(queries) > 1, output)
+        num_sms = options.num_sms or hardware.num_sms
+        return logits_launch.predict(kernel, rows, queries[-1], keys, bytes_moved, num_sms, hardware)
+
     def launch(self, kernel, layout: LogitsLayout, q: torch.Tensor, keys: Keys, options: Options) -> launches.Prepared:
         """The launch for q as a 3-D tensor."""
         (rows, heads, head_dim), device = q.shape, q.get_device()
@@ -272,6 +292,14 @@ class Logits(Operation):
 
 class PagedLogits(Logits):
     """`paged_mqa_logits`: on q, cache, weights, lengths, block_table and out."""
+
+    sizes = "m n k heads groups"
+
+    def shapes_without_memory(self, asked: checks.Sizes) -> list[tuple[int, ...]]:
+        """With a sequence's queries for m, its keys for n, and sequences for groups."""
+        batch, pages, row_bytes = asked.groups, ceil_div(asked.n, LOGITS_TILE), asked.k + SCALE_BYTES
+        q, cache = (batch, asked.m, asked.heads, asked.k), (batch * pages, LOGITS_TILE, 1, row_bytes)
+        return [q, cache, (batch * asked.m, asked.heads), (batch,), (batch, pages)]
 
     def size(self, given: Given) -> tuple[int, int]:
         batch, n, _, _ = given[0].shape

@@ -82,7 +82,7 @@ def fp8_grouped_wgrad(
 
 class GroupedWgrad(dense.Product):
     Options = Options
-    groupings = ("k_offs",)
+    groupings, sizes = ("k_offs",), "m n k groups"
 
     def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
         asked = asked.over_tokens

@@ -1,0 +1,121 @@
+"""`explain`: which kernel a call gets, how long it takes, how far that is from the limit, and why.
+
+Called by the command line and, through `deep_tile.explain`, by users. A product without a name, or groups of one, is
+derived without torch; a call by its name from the operation's description (described.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from deep_tile.config import check_sizes
+from deep_tile.kinds import name_of
+from deep_tile.method import groups as of_groups
+from deep_tile.method import predicted, report
+from deep_tile.method.predicted import Predicted
+from deep_tile.method.report import Explanation
+from deep_tile.method.roofline import Derivation, derive
+from deep_tile.problem import GemmProblem
+from deep_tile.select import tuned
+from deep_tile.select.hardware import Hardware, named
+
+if TYPE_CHECKING:
+    import torch
+
+GroupsExplanation = Explanation
+
+
+def explain(
+    m: int,
+    n: int,
+    k: int | None = None,
+    *,
+    call: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    hardware: str | Hardware = "H200",
+    num_sms: int | None = None,
+    output: str | torch.dtype | None = None,
+    bias: str | torch.dtype = "none",
+    activation: str = "none",
+    layout: str = "nt",
+    grouping: str | None = None,
+    groups: int | None = None,
+    heads: int | None = None,
+) -> Explanation:
+    """Which kernel a call gets on a GPU, and why. No GPU is needed.
+
+    Args:
+        m, n, k: sizes in `out[m, n] = a[m, k] @ b[n, k].T`, in elements. Of groups m is the mean rows of one; of
+            gradients weights are [n, k] and tokens m. A call on one matrix has m rows, n columns and no k; `combine`
+            adds up k rows. Logits have m queries, n keys and heads of k elements.
+        call: an operation's name, as for `supports`, or any other in docs/operations.md. None: the product of such
+            operands, also of a dtype without kernels.
+        dtype: the operands': a torch.dtype, or the name of a kind, as for `precompile`; by default the call's first,
+            FP8 without one. "tf32" and others have no kernels; only tiles are derived. Of `thin_gemm` b's.
+        hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name for such a GPU, or a
+            `deep_tile.select.hardware.Hardware`, e.g. a preset changed by `with_numbers`.
+        num_sms: SMs to use; by default all.
+        output, bias: formats of result and bias: a torch.dtype, or "bf16", "fp16", "fp32"; by default the call's, and
+            no bias.
+        activation: as for `fp8_gemm`. Times are without activation and bias.
+        layout: for 16-bit operands, as for `supports`.
+        grouping: "offs", "counts" or "k_offs", as for `supports`; by default the call's first.
+        groups: how many groups, or sequences of a paged cache.
+        heads: of a query of logits.
+
+    Returns:
+        JSON-ready data. `config` is the kernel's name, `why` a sentence; `walls` the problem's and the choice's, each
+        {name, value, limit, unit, holds, reason}; `limits` the us of HBM and tensor cores alone; `candidates` each kernel
+        in the selector's order, with predicted times in us, waves, registers, shared memory and stages_min, stages_max;
+        `rejected` the tiles that hit a wall; `predicted` the time by components in us, the call's other kernels
+        included; `measured` a stored measurement or None; `hardware` every number used, with its source. Calls without
+        tiles to choose have neither walls nor rejected ones.
+
+    Raises:
+        TypeError: a size is no int, or hardware or dtype no name.
+        ValueError: what the call refuses; unknown names, a size that is not positive or not the call's, more SMs than
+            there are, no tile passes the hardware's walls, or the operation is not explained.
+    """
+    asked = {"call": call, "dtype": dtype, "hardware": hardware, "num_sms": num_sms, "output": output, "bias": bias}
+    asked |= {"activation": activation, "layout": layout, "grouping": grouping, "groups": groups, "heads": heads}
+    return as_data(derivation(m, n, k, **asked))
+
+
+def explain_groups(
+    groups: int, rows: int, n: int, k: int, *, kind: str | torch.dtype = "fp8", **asked: Any
+) -> GroupsExplanation:
+    """`explain(rows, n, k, groups=groups, dtype=kind, ...)`: which kernel groups get, by `grouping` "offs" without
+    another; `candidates` have `rows`, tile rows per group, or K blocks."""
+    return as_data(derivation(rows, n, k, groups=groups, dtype=kind, **asked))
+
+
+def derivation(
+    m: int, n: int, k: int | None = None, *, dtype=None, hardware="H200", num_sms=None, groups=None, heads=None, **made
+) -> Derivation | of_groups.Derivation | Predicted:
+    """The facts behind `explain`; arguments and errors as there."""
+    gpu, plain = named(hardware), {"bias": "none", "activation": "none", "layout": "nt"}
+    made = {name: value for name, value in made.items() if value not in (None, plain.get(name))}
+    if made or groups is not None or heads is not None:
+        from deep_tile.method import described
+
+        sizes = {"m": m, "n": n, "k": k, "groups": groups, "heads": heads}
+        sizes = {name: size for name, size in sizes.items() if size is not None}
+        return described.derivation(sizes, gpu, num_sms, **made, **{} if dtype is None else {"dtype": dtype})
+    num_sms = gpu.num_sms if num_sms is None else num_sms
+    check_sizes(m=m, n=n, k=k, num_sms=num_sms)
+    problem = GemmProblem(*map(int, (m, n, k, num_sms)))
+    return derive(problem, gpu, "fp8" if dtype is None else name_of(dtype), tuned.configs(problem.num_sms))
+
+
+def as_data(derived: Derivation | of_groups.Derivation | Predicted) -> Explanation:
+    return _MODULES[type(derived)].as_data(derived)
+
+
+def show(derived: Derivation | of_groups.Derivation | Predicted, console: Console, most: int | None) -> None:
+    """Print it; `most` candidates at most, None: all."""
+    _MODULES[type(derived)].show(derived, console, most)
+
+
+_MODULES = {Derivation: report, of_groups.Derivation: of_groups, Predicted: predicted}
