@@ -14,7 +14,6 @@ from deep_tile import cast, launches, params, quantize, sources, tensors, transp
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
-from deep_tile.select.streaming import TRANSPOSED_SHARE
 
 BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 
@@ -198,8 +197,6 @@ class Both(transposed.AlongTokens):
 
 class Matrices(quantize.Casting):
     """A cast of matrices x [..., n, k], of which there are one or several; a weight's, whose gradient is dropped."""
-
-    share = TRANSPOSED_SHARE
 
     def __init__(self, name: str, tensors: str, keywords: str, wanted: str, dtypes: tuple, **how) -> None:
         self.wanted, self.dtypes = wanted, dtypes

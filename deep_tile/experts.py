@@ -13,8 +13,6 @@ from deep_tile import cast, launches, quantize, sources, tensors
 from deep_tile.config import as_int, ceil_div, round_up
 from deep_tile.operation import Arg, Described, Given
 from deep_tile.ops import is_traced
-from deep_tile.select.hardware import Hardware
-from deep_tile.select.streaming import Prediction, stream
 
 _NO_EXPERT = torch.iinfo(torch.int16).max
 """Experts are sorted as int16, which takes a quarter of int64's passes."""
@@ -71,7 +69,6 @@ class Sort(quantize.Casting):
     """Of chosen, rows, offs and index."""
 
     Options, dtypes = SortOptions, sources.INDEX_DTYPES
-    unexplained = "its blocks wait for each other's counts, which is neither a memory's nor a tensor core's time"
 
     def allocated(self, given: Given, options: tuple) -> Given:
         chosen, (tokens, top_k), (experts, alignment) = given[0], given[0].shape, options
@@ -278,17 +275,7 @@ class NoOptions(NamedTuple):
 
 
 class Combine(Described):
-    """Of `explain`'s sizes, m is t, n n and k top_k."""
-
     Options = NoOptions
-
-    def without_memory(self, asked) -> tuple[Given, NoOptions]:
-        x = torch.empty(asked.m * asked.k, asked.n, dtype=torch.bfloat16, device="meta")
-        weights, index = (x.new_empty(asked.m, asked.k, dtype=dtype) for dtype in (torch.float32, torch.int64))
-        return (x, weights, index, None), NoOptions()
-
-    def predict(self, given: Given, options, bytes_moved: int, hardware: Hardware) -> Prediction:
-        return stream(self.name, bytes_moved, hardware)
 
     def define(self, given: Given, options) -> None:
         x, weights, index, out = given

@@ -106,11 +106,6 @@ class SwigluCast(transposed.AlongTokens):
 
     Options = both.BothOptions
 
-    def without_memory(self, asked) -> tuple[Given, both.BothOptions]:
-        """For dh [m, n]."""
-        (dh, _, *others), options = super().without_memory(asked)
-        return (dh, dh.new_empty(asked.m, 2 * asked.n), *others), options
-
     def allocated(self, given: Given, options: tuple) -> Given:
         dh, gate_up, *_, gate_up_scale, share, offs = given
         rows, columns = dh.shape

@@ -166,8 +166,8 @@ class Operation(ops.Op):
     sizes = "m n k"
     """Those that `explain` takes, of m, n, k, groups and heads."""
 
-    unexplained = ""
-    """Why `explain` does not know the operation."""
+    unexplained = "one kernel for each dtype, bound by memory: `explain reduction` has its walls"
+    """Why `explain` does not know an operation that is neither a product nor predicts its time."""
 
     def predict(self, given: Given, options, bytes_moved: int, hardware: Hardware) -> Prediction:
         """The time of a checked call on meta tensors, whose results are among them."""

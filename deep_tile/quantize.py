@@ -22,8 +22,6 @@ from deep_tile.operation import Given, Operation
 from deep_tile.ops import DEFAULT_SCALE_LAYOUT, SMALLEST_AMAX_FLOOR, is_traced
 from deep_tile.options import check_one
 from deep_tile.params import Place, places
-from deep_tile.select.hardware import Hardware
-from deep_tile.select.streaming import Prediction, stream
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
@@ -37,7 +35,6 @@ WEIGHT_BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
 """Rows and columns that share a scale in `b`."""
 
 KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
 _VECTOR_BYTES = tensors.ALIGNMENT_BYTES
 """Bytes that a kernel thread loads at once; it stores as many elements."""
 
@@ -260,16 +257,7 @@ class Fake:
 class Casting(Operation):
     """What allocates results of several layouts, and has one kernel; `dtypes` are those of its first tensor."""
 
-    dtypes, sizes, share = SOURCE_DTYPES, "m n", 1.0
-    """`share`: of a plain read's bandwidth, as measured."""
-
-    def without_memory(self, asked) -> tuple[Given, NamedTuple]:
-        dtype = asked.dtype or (torch.bfloat16 if torch.bfloat16 in self.dtypes else self.dtypes[0])
-        x = torch.empty(asked.m, asked.n, dtype=dtype, device="meta")
-        return (x, *(None,) * (len(self.names) - 1)), self.Options()
-
-    def predict(self, given: Given, options, bytes_moved: int, hardware: Hardware) -> Prediction:
-        return stream(self.called, bytes_moved, hardware, self.share)
+    dtypes = SOURCE_DTYPES
 
     def check_arguments(self, given: Given, options) -> None:
         check_source_dtype(self.names[0], given[0], self.dtypes)

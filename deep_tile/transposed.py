@@ -13,7 +13,6 @@ from deep_tile import cast, launches, quantize, sources, tensors
 from deep_tile.config import SCALE_BLOCK, check_alignment
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
-from deep_tile.select.streaming import TRANSPOSED_SHARE
 
 
 class CastOptions(NamedTuple):
@@ -78,8 +77,6 @@ def transposed_cast_to_fp8(
 
 class AlongTokens(quantize.Casting):
     """A cast of tokens x [s, k], perhaps those of groups."""
-
-    share = TRANSPOSED_SHARE
 
     def check_options(self, options) -> None:
         super().check_options(options)

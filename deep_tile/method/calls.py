@@ -12,9 +12,8 @@ from rich.console import Console
 
 from deep_tile.config import check_sizes
 from deep_tile.kinds import name_of
-from deep_tile.method import groups as of_groups
-from deep_tile.method import predicted, report
-from deep_tile.method.predicted import Predicted
+from deep_tile.method import answers, report
+from deep_tile.method.answers import Answer
 from deep_tile.method.report import Explanation
 from deep_tile.method.roofline import Derivation, derive
 from deep_tile.problem import GemmProblem
@@ -67,11 +66,11 @@ def explain(
 
     Returns:
         JSON-ready data. `config` is the kernel's name, `why` a sentence; `walls` the problem's and the choice's, each
-        {name, value, limit, unit, holds, reason}; `limits` the us of HBM and tensor cores alone; `candidates` each kernel
-        in the selector's order, with predicted times in us, waves, registers, shared memory and stages_min, stages_max;
-        `rejected` the tiles that hit a wall; `predicted` the time by components in us, the call's other kernels
-        included; `measured` a stored measurement or None; `hardware` every number used, with its source. Calls without
-        tiles to choose have neither walls nor rejected ones.
+        {name, value, limit, unit, holds, reason}; `limits` the us of HBM and tensor cores alone; `candidates` all
+        kernels in the selector's order, with predicted times in us, waves, registers, shared memory and stages_min,
+        stages_max; `rejected` the tiles that hit a wall; `predicted` the call's time by components in us; `measured` a
+        stored measurement or None; `hardware` every number used, with its source. Groups, and calls but products,
+        have no walls.
 
     Raises:
         TypeError: a size is no int, or hardware or dtype no name.
@@ -93,7 +92,7 @@ def explain_groups(
 
 def derivation(
     m: int, n: int, k: int | None = None, *, dtype=None, hardware="H200", num_sms=None, groups=None, heads=None, **made
-) -> Derivation | of_groups.Derivation | Predicted:
+) -> Derivation | Answer:
     """The facts behind `explain`; arguments and errors as there."""
     gpu, plain = named(hardware), {"bias": "none", "activation": "none", "layout": "nt"}
     made = {name: value for name, value in made.items() if value not in (None, plain.get(name))}
@@ -109,13 +108,10 @@ def derivation(
     return derive(problem, gpu, "fp8" if dtype is None else name_of(dtype), tuned.configs(problem.num_sms))
 
 
-def as_data(derived: Derivation | of_groups.Derivation | Predicted) -> Explanation:
-    return _MODULES[type(derived)].as_data(derived)
+def as_data(derived: Derivation | Answer) -> Explanation:
+    return (answers if isinstance(derived, Answer) else report).as_data(derived)
 
 
-def show(derived: Derivation | of_groups.Derivation | Predicted, console: Console, most: int | None) -> None:
+def show(derived: Derivation | Answer, console: Console, most: int | None) -> None:
     """Print it; `most` candidates at most, None: all."""
-    _MODULES[type(derived)].show(derived, console, most)
-
-
-_MODULES = {Derivation: report, of_groups.Derivation: of_groups, Predicted: predicted}
+    (answers if isinstance(derived, Answer) else report).show(derived, console, most)

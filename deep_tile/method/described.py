@@ -13,7 +13,8 @@ from deep_tile.config import check_sizes, round_up
 from deep_tile.discovery import OPS, PRIVATE
 from deep_tile.kinds import EVERY_KIND, QUANTIZED, S8, USUAL, name_of
 from deep_tile.method import groups as of_groups
-from deep_tile.method.predicted import Predicted
+from deep_tile.method import report
+from deep_tile.method.answers import Answer
 from deep_tile.method.roofline import Derivation, derive
 from deep_tile.operation import OPERATIONS, Operation
 from deep_tile.problem import GemmProblem
@@ -32,14 +33,19 @@ def operation_of(call: str) -> Operation:
     if call not in known:
         raise ValueError(f"call is {call!r}; pass one of {', '.join(known)}")
     import_module(f"deep_tile.{OPS[call]}")
-    if OPERATIONS[call].unexplained:
-        raise ValueError(f"{call} is not explained: {OPERATIONS[call].unexplained}")
-    return OPERATIONS[call]
+    operation = OPERATIONS[call]
+    if not is_explained(operation):
+        raise ValueError(f"{call} is not explained: {operation.unexplained}")
+    return operation
+
+
+def is_explained(operation: Operation) -> bool:
+    return bool(operation.groupings) or type(operation).predict is not Operation.predict
 
 
 def derivation(
     sizes: dict[str, int], gpu: Hardware, num_sms: int | None, *, call: str | None = None, **made
-) -> Derivation | of_groups.Derivation | Predicted:
+) -> Derivation | Answer:
     """The facts behind `explain`; `made` are its other keywords, if they are given."""
     check_sizes(**sizes, num_sms=num_sms or gpu.num_sms)
     if num_sms is not None and num_sms > gpu.num_sms:
@@ -49,13 +55,18 @@ def derivation(
         problem, asked = product(sizes, num_sms or gpu.num_sms, call=call, **made)
         problem, besides = _with_others(problem, asked, gpu)
         if problem.groups is not None:
-            return of_groups.derive(problem, gpu)._replace(besides=besides)
+            return of_groups.derive(problem, gpu, besides)
         return derive(problem, gpu, None, tuned.configs(problem.num_sms))._replace(besides=besides)
     _check(operation, sizes, made)
     dtype, out_dtype = (_DTYPES.get(name_of(made.get(name)), made.get(name)) for name in ("dtype", "output"))
     m, n, k, groups, heads = (sizes.get(name, 1) for name in ("m", "n", "k", "groups", "heads"))
     asked = Sizes(m, n, k, None, dtype, out_dtype, (None, None), "nt", "none", groups, heads)
-    return Predicted(call, sizes, gpu, num_sms, operation.predicted(asked, num_sms, gpu))
+    found, num_sms = operation.predicted(asked, num_sms, gpu), num_sms or gpu.num_sms
+    limits = report.limits(found.flops, found.tflops, found.bytes_moved, gpu)
+    title = f"{call}: {', '.join(f'{name} = {size}' for name, size in sizes.items())} on {num_sms} SMs of {gpu.name}"
+    candidates = [{"name": name, "time_us": us} for name, us in found.candidates]
+    problem = {"call": call, **sizes, "num_sms": num_sms}
+    return Answer(title, problem, call, gpu, m, limits, found.flops, candidates, found.parts, found.why)
 
 
 def product(

@@ -11,8 +11,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -27,9 +28,6 @@ from deep_tile.select.choose import bucket_key, choose
 from deep_tile.select.cost import Estimate
 from deep_tile.select.hardware import Hardware, operand_bytes_of
 from deep_tile.walls import Wall, product_flops
-
-if TYPE_CHECKING:
-    pass
 
 MEASURED = Path(__file__).parent / "measured.json"
 """Measurements of the chosen configs, written by benchmarks/measured.py."""
@@ -159,19 +157,23 @@ def _name(derived: Derivation, candidate: Candidate) -> str:
 
 
 def why(derived: Derivation) -> str:
-    """Why the first candidate beats the second."""
-    first, *others = derived.candidates
-    best, name = first.estimate, _name(derived, first)
-    if others and best.time_us > min(other.estimate.time_us for other in others):
-        return f"{name} was measured fastest here, though others are predicted faster: {_estimate_text(best)}."
-    text = f"{name} has the shortest predicted time: {_estimate_text(best)}."
+    rows = [{"name": _name(derived, each), "time_us": each.estimate.time_us} for each in derived.candidates[:2]]
+    fastest_us = min(each.estimate.time_us for each in derived.candidates)
+    return reason(rows, [_estimate_text(each.estimate) for each in derived.candidates[:2]], fastest_us)
+
+
+def reason(candidates: list[Row], texts: list[str], fastest_us: float = inf) -> str:
+    """Why the first candidate beats the second; `texts` say what is predicted of them."""
+    first, *others = candidates
+    if first["time_us"] > min((fastest_us, *(other["time_us"] for other in others))):
+        return f"{first['name']} was measured fastest here, though others are predicted faster: {texts[0]}."
+    text = f"{first['name']} has the shortest predicted time: {texts[0]}."
     if not others:
         return text
-    other, runner_up = others[0].estimate, _name(derived, others[0])
-    slower = other.time_us / best.time_us - 1
+    slower = others[0]["time_us"] / first["time_us"] - 1
     if slower == 0:
-        return f"{text} {runner_up} is predicted equal, and comes later in the list."
-    return f"{text} Next is {runner_up}, {slower:.1%} slower: {_estimate_text(other)}."
+        return f"{text} {others[0]['name']} is predicted equal, and comes later in the list."
+    return f"{text} Next is {others[0]['name']}, {slower:.1%} slower: {texts[1]}."
 
 
 def _estimate_text(estimate: Estimate) -> str:
@@ -216,7 +218,7 @@ def show(derived: Derivation, console: Console, most: int | None) -> None:
             f"Measured:  {measured.us:.1f} us, {measured.tflops:.0f} TFLOPS ({measured.source}); the prediction is "
             f"{us / measured.us - 1:+.1%} off"
         )
-    headline(console, title, _name(derived, choice), us, _limits(derived), flops, derived.besides, said)
+    headline(console, title, _name(derived, choice), us, _limits(derived), flops, said)
     if derived.bucket.m != m:
         console.print(f"Decided for m = {derived.bucket.m}, as for every m that rounds up to it.")
     for line in _notes(derived):
@@ -234,20 +236,16 @@ def headline(
     us: float,
     limits: list[Limit],
     flops: int,
-    besides: Iterable[tuple[str, float]] = (),
     said: Iterable[str] = (),
 ) -> None:
-    """Kernel, time and limit; `besides` are other kernels of the call, whose time `us` holds."""
+    """Kernel, time and limit."""
     console.print(title, style="bold")
     console.print(f"Kernel:    {kernel}")
-    for name, its_us in besides:
-        console.print(f"Beside it: {name}, {its_us:.1f} us of the predicted")
     console.print(f"Predicted: {us:.1f} us" + (f", {flops / us / 1e6:.0f} TFLOPS" if flops else ""))
     for line in said:
         console.print(line)
     limit = max(limits, key=lambda each: each.us)
-    of = f"{limit.name} alone{', of the product' if besides else ''}"
-    console.print(f"Limit:     {limit.us:.1f} us ({of}); predicted is {us / limit.us:.2f} times that")
+    console.print(f"Limit:     {limit.us:.1f} us ({limit.name} alone); predicted is {us / limit.us:.2f} times that")
 
 
 def _limits(derived: Derivation) -> list[Limit]:

@@ -33,9 +33,6 @@ SUM_BYTES = 4
 LINE_BYTES = 128
 """Neighbouring threads cover at least one cache line per row and load."""
 
-TRANSPOSED_SHARE = 0.8
-"""Share of a copy's bandwidth that `cast_both` and `cast_weight` reach: 0.77 to 0.87 (H100, 2026-11-25)."""
-
 UNROLLS = (1, 2, 4, 8)
 
 THREADS_PER_ROW = tuple(2**power for power in range(11))
@@ -323,14 +320,6 @@ class Prediction(NamedTuple):
     flops: int
     tflops: float
     why: str
-
-
-def stream(kernel: str, bytes_moved: int, hardware: Hardware, share: float = 1.0) -> Prediction:
-    """The prediction for a streaming kernel with this share of a plain read's bandwidth: within 12 % of 12 casts (H200,
-    2026-11-21)."""
-    parts = [("launch and ramp", hardware.stream_us), ("bytes", bytes_moved / (share * hardware.hbm_tbps) / 1e6)]
-    why = f"Memory binds {kernel}, which has one kernel for each dtype, at {share:.0%} of a plain read's bandwidth."
-    return Prediction([(kernel, sum(us for _, us in parts))], parts, bytes_moved, 0, 0.0, why)
 
 
 def bytes_in_flight_needed(hardware: Hardware) -> tuple[int, str]:

@@ -9,7 +9,9 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
 from deep_tile.select.cost import estimate, launch_time
 from deep_tile.select.hardware import H200
-from deep_tile.select.streaming import TRANSPOSED_SHARE
+
+_CAST_SHARE = 0.8
+"""Share of a copy's bandwidth that `cast_both` and `cast_weight` reach: 0.77 to 0.87 (H100, 2026-11-25)."""
 
 _TORCH_SHARE = 0.9
 """torch's time for a BF16 GEMM as a share of the model's: 0.88 to 0.95 in six layers (H100, 2026-11-25)."""
@@ -62,7 +64,7 @@ def predict(tokens: int, n: int, k: int, *, eager: bool = False) -> Prediction:
     bf16 = _TORCH_SHARE * sum(_product_us(*size, "bf16") for size in sizes)
     fp8 = sum(_product_us(*size, "fp8") for size in sizes)
     read_and_written = 4 * (tokens * k + tokens * n + n * k)
-    casts = read_and_written / (H200.hbm_tbps * TRANSPOSED_SHARE) / 1e6 + 3 * launch_time()
+    casts = read_and_written / (H200.hbm_tbps * _CAST_SHARE) / 1e6 + 3 * launch_time()
     if eager:
         host = _JOINED_HOST_US if is_small(tokens, n, k) else _FP8_HOST_US
         return Prediction(max(bf16, _BF16_HOST_US), max(fp8 + casts, host))
