@@ -7,7 +7,9 @@ A variant is BF16, or a recipe of `deep_tile.train`; with "mlp" the MLP is one f
 """
 
 import argparse
+import itertools
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import store
+from benchmarks import store, timing
 from deep_tile import train
 
 VARIANTS: dict[str, dict | None] = {
@@ -29,6 +31,21 @@ VARIANTS: dict[str, dict | None] = {
     "torchao": None,
 }
 """Keywords of the `Recipe` of each contestant."""
+
+PARTS = {
+    "casts": "^fp8_cast",
+    "all else": "^triton",
+    "attention": "flash|fmha|sdpa",
+    "GEMMs": "gemm|nvjet|cutlass|splitk|_grouped_mm",
+    "optimizer": "multi_tensor|adam",
+}
+"""A step's kernels by their names; the first that fits counts."""
+
+METHOD = (
+    "ms: median over steps between CUDA events, after three steps; host_ms: the shortest enqueueing of one. peak_gb: "
+    "the most memory in a step; static_gb: before it; saved_gb: kept by a forward pass. parts_ms: the kernels of a "
+    "profiled step."
+)
 
 
 class Block(nn.Module):
@@ -92,6 +109,16 @@ def measure(variant: str, compiled: bool, args: argparse.Namespace) -> dict:
         optimizer.zero_grad()
         x.grad = None
 
+    measured = measure_step(step, args.steps)
+    before = torch.cuda.memory_allocated()
+    y = model(x)
+    saved = torch.cuda.memory_allocated() - before - y.nbytes
+    entry = {"variant": variant, "mode": "compile" if compiled else "eager"}
+    return entry | measured | {"saved_gb": saved / 1e9}
+
+
+def measure_step(step: Callable[[], None], count: int) -> dict:
+    """Time, memory and parts of a step that leaves nothing behind."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -99,19 +126,26 @@ def measure(variant: str, compiled: bool, args: argparse.Namespace) -> dict:
     static = torch.cuda.memory_allocated()
     step()
     peak = torch.cuda.max_memory_allocated()
-    y = model(x)
-    saved = torch.cuda.memory_allocated() - static - y.nbytes
-    del y
-    ms, host = time_steps(step, args.steps)
-    return {
-        "variant": variant,
-        "mode": "compile" if compiled else "eager",
-        "ms": ms,
-        "host_ms": host,
-        "static_gb": static / 1e9,
-        "peak_gb": peak / 1e9,
-        "saved_gb": saved / 1e9,
-    }
+    ms, host = time_steps(step, count)
+    memory = {"static_gb": static / 1e9, "peak_gb": peak / 1e9}
+    return {"ms": ms, "host_ms": host, **memory, "parts_ms": time_parts(step)}
+
+
+def time_parts(step: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds of a step's kernels, by `PARTS`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    parts = dict.fromkeys(PARTS, 0.0)
+    for event in profile.key_averages():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            parts[part_of(event.key)] += event.self_device_time_total / 1e3
+    return parts
+
+
+def part_of(kernel: str) -> str:
+    fits = (part for part, pattern in PARTS.items() if re.search(pattern, kernel, re.IGNORECASE))
+    return next(fits, "all else")
 
 
 def time_steps(step: Callable[[], None], count: int) -> tuple[float, float]:
@@ -143,17 +177,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out")
     args = parser.parse_args()
-    entries = []
-    for mode in args.modes:
-        for variant in args.variants:
-            entries.append(measure(variant, mode == "compile", args))
-            torch._dynamo.reset()
-            torch.cuda.empty_cache()
-            print(json.dumps(entries[-1]), flush=True)
-            if args.out:
-                info = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": args.layers}
-                info |= {"tokens": args.tokens, "width": args.width, "inner": args.inner}
-                store.save(args.out, info | {"entries": entries})
+    entries, about = [], {name: getattr(args, name) for name in ("layers", "tokens", "width", "inner")}
+    with torch.device("meta"):
+        block = Block(args.width, inner=args.inner)
+    about["weights"] = [[*layer.weight.shape] for layer in block.modules() if isinstance(layer, nn.Linear)]
+    for variant, mode in itertools.product(args.variants, args.modes):
+        entries.append(measure(variant, mode == "compile", args))
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        print(json.dumps(entries[-1]), flush=True)
+        if args.out:
+            store.save(args.out, {"meta": timing.describe_run(METHOD)} | about | {"entries": entries})
 
 
 if __name__ == "__main__":

@@ -6,14 +6,15 @@ Norm, router, experts and residual; torch's are `torch._grouped_mm`. Alone on a 
 """
 
 import argparse
+import itertools
 import json
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import store
-from benchmarks.bench_train import time_steps
+from benchmarks import store, timing
+from benchmarks.bench_train import METHOD, measure_step
 from deep_tile import train
 
 MODELS = {"qwen3": (128, 2048, 768, 8), "deepseek": (8, 7168, 2048, 2)}
@@ -65,16 +66,7 @@ def measure(model: str, recipe: str, compiled: bool, tokens: int, steps: int) ->
         layers.zero_grad()
         x.grad = None
 
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    static = torch.cuda.memory_allocated()
-    step()
-    peak = torch.cuda.max_memory_allocated()
-    ms, host = time_steps(step, steps)
-    entry = {"model": model, "recipe": recipe, "mode": "compile" if compiled else "eager", "ms": ms, "host_ms": host}
-    return entry | {"static_gb": static / 1e9, "peak_gb": peak / 1e9}
+    return {"model": model, "recipe": recipe, "mode": "compile" if compiled else "eager", **measure_step(step, steps)}
 
 
 def main() -> None:
@@ -87,16 +79,13 @@ def main() -> None:
     parser.add_argument("--out")
     args = parser.parse_args()
     entries = []
-    for model in args.models:
-        for mode in args.modes:
-            for recipe in args.recipes:
-                entries.append(measure(model, recipe, mode == "compile", args.tokens, args.steps))
-                torch._dynamo.reset()
-                torch.cuda.empty_cache()
-                print(json.dumps(entries[-1]), flush=True)
-                if args.out:
-                    info = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens}
-                    store.save(args.out, info | {"entries": entries})
+    for mode, model, recipe in itertools.product(args.modes, args.models, args.recipes):
+        entries.append(measure(model, recipe, mode == "compile", args.tokens, args.steps))
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        print(json.dumps(entries[-1]), flush=True)
+        if args.out:
+            store.save(args.out, {"meta": timing.describe_run(METHOD), "tokens": args.tokens, "entries": entries})
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import predict, store
+from benchmarks import predict, report_train, store
 from benchmarks.report import CHART_COLORS, CHART_GREY, save_svg
 from deep_tile.config import GemmConfig
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
-from deep_tile.select import choose, cost
+from deep_tile.select import cost
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.hardware import H200
-from deep_tile.select.training import predict as predict_layer
 
 STAIRS = (2112, 7168)
 """n and k of the figure of waves."""
@@ -30,8 +29,8 @@ EXPERT_DRAWS, EXPERT_WEIGHTS = "Qwen3-30B 128/128 multinomial", (1536, 2048)
 LOSSES = store.FOLDER / "loss_100M_h100_2026-11-26.json"
 """The files of the figure of training."""
 
-STEP = store.FOLDER / "train_h100_2026-11-26.json"
-"""Measured training steps, by bench_train.py."""
+REST = "all else"
+"""The part of a step with all kernels that have no part of their own."""
 
 STAIR_CONFIGS = ("fp8_gemm_64x64x256_s6_c1x1_b1", "fp8_gemm_128x128x128_s5_c1x1", "fp8_gemm_128x192x128_s4_c1x1_b3")
 
@@ -54,38 +53,28 @@ def draw(folder: Path) -> list[Path]:
 
 
 def plot_step(path: Path) -> None:
-    """A compiled training step by parts: GEMMs and casts as predicted, the rest up to the measured time."""
+    """A compiled training step by parts: profiled kernels, the rest up to the measured time."""
     from matplotlib.figure import Figure
 
-    stored = store.load(STEP)
-    totals = {run["variant"]: run["ms"] for run in stored["runs"] if run["mode"] == "compile"}
-    bf16 = fp8 = casts = 0.0
-    for n, k in stored["weights"]:
-        gemms = _fp8_gemms_us(stored["tokens"], n, k)
-        predicted = predict_layer(stored["tokens"], n, k)
-        bf16, fp8, casts = bf16 + predicted.bf16_us, fp8 + gemms, casts + predicted.fp8_us - gemms
-    per_step = stored["layers"] / 1e3
-    parts = {"GEMMs": (bf16 * per_step, fp8 * per_step), "casts": (0, casts * per_step)}
-    rest = [totals[name] - sum(part[i] for part in parts.values()) for i, name in enumerate(("bf16", "linear"))]
+    stored = store.load(report_train.newest("train"))
+    steps = {step["variant"]: step for step in stored["entries"] if step["mode"] == "compile"}
+    bf16, fp8 = steps["bf16"], steps["mlp"]
+    shown = [name for name in bf16["parts_ms"] if name != REST]
+    parts = {name: [step["parts_ms"][name] for step in (bf16, fp8)] for name in shown}
+    parts[REST] = [step["ms"] - sum(step["parts_ms"][name] for name in shown) for step in (bf16, fp8)]
     figure = Figure(figsize=(8, 2.6), layout="constrained")
     axes = figure.subplots()
     left = [0.0, 0.0]
-    parts["all else"] = rest
-    for (label, widths), color in zip(parts.items(), (*CHART_COLORS[:2], CHART_GREY), strict=True):
+    for (label, widths), color in zip(parts.items(), (*CHART_COLORS, "#9a6fb0", CHART_GREY), strict=True):
         bars = axes.barh(("BF16", "FP8"), widths, left=left, color=color, label=label, height=0.55)
-        axes.bar_label(bars, [f"{width:.0f}" if width else "" for width in widths], label_type="center", color="white")
+        numbers = [f"{width:.0f}" if width >= 0.5 else "" for width in widths]
+        axes.bar_label(bars, numbers, label_type="center", color="white")
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set(xlabel="ms: totals measured, GEMMs and casts by the time model, all else is the difference")
+    axes.set(xlabel="ms: kernels as profiled, all else up to the step's time")
     axes.set_title(f"{stored['layers']} Llama-8B layers, {stored['tokens']} tokens, compiled, an H100", fontsize=11)
-    axes.legend(loc="lower right", frameon=False, labelcolor=CHART_GREY)
+    figure.legend(loc="outside lower center", ncols=len(parts), frameon=False, labelcolor=CHART_GREY)
     save_svg(figure, axes, path)
-
-
-def _fp8_gemms_us(tokens: int, n: int, k: int) -> float:
-    sizes = ((tokens, n, k), (tokens, k, n), (n, k, tokens))
-    problems = [GemmProblem(*size, H200.num_sms) for size in sizes]
-    return sum(cost.estimate(choose.choose(problem), problem).time_us for problem in problems)
 
 
 def plot_losses(path: Path) -> None:

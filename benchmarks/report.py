@@ -43,7 +43,6 @@ DEEP_GEMM = "DeepGEMM 2.6.1, another run"
 ESTIMATE = "estimate"
 """Title of the time that a shape's FLOP and bytes let expect: `Shape.estimate_us`."""
 
-BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 MISSING = "–"
 CHART_COLORS = ("#d9822b", "#3f8fd2", "#3aa675")
 """Our colour, then those of the others."""
@@ -53,13 +52,13 @@ WIDTH = 120
 """Columns of the documents' text."""
 
 EXPLANATION = (
-    "- *Tensor-wise* and *row-wise* cuBLASLt apply no block scales. *Slow* promotes its sums as deep_tile does, *fast* "
-    "does not.",
-    f"- *{DEEP_GEMM}*: its times in another run, `benchmarks/results/{PUBLISHED.name}`, brought to this one through "
-    "cuBLASLt tensor-wise, fast, which both timed.",
+    "- *Tensor-wise* and *row-wise* cuBLASLt have one scale per tensor or per row, no block scales. *Slow* promotes "
+    "its sums as deep_tile does, *fast* does not.",
+    f"- *{DEEP_GEMM}*: its times are from another run, `benchmarks/results/{PUBLISHED.name}`, and are compared through "
+    "cuBLASLt tensor-wise, fast, which both runs timed.",
     f"- The *{ESTIMATE}* is max(FLOP / {H200.fp8_tflops:.0f} TFLOPS + {H200.launch_us} us, bytes / {H200.hbm_tbps} "
-    f"TB/s + {H200.stream_us} us): what tensor cores keep up on random data at an H200's power limit, what plain "
-    "reading gets from its memory, and what a launch adds. It is no limit: a cooler GPU beats it.",
+    f"TB/s + {H200.stream_us} us): the FLOP rate that tensor cores sustain on random data at an H200's power limit, "
+    "the bandwidth of a plain read, and the time that a launch adds. It is not a limit: a cooler GPU is faster.",
 )
 """An explanation of the tables' words."""
 
@@ -212,7 +211,7 @@ def readme_part(runs: list[Run]) -> str:
         "By `deep-tile bench --shapes all`. *Tensor-wise* cuBLASLt has one scale per tensor, so it does less work."
         f"{bridged}"
     )
-    return f"{_markdown(rows)}\n\n{_wrapped(about)}"
+    return f"{markdown(rows)}\n\n{wrapped(about)}"
 
 
 def markdown_tables(run: Run) -> str:
@@ -234,8 +233,8 @@ def markdown_tables(run: Run) -> str:
         f"microseconds, medians, L2 cold, contestants in turn, `a_scale` {meta.get('scale_layout', MISSING)}. "
         f"Geometric means over {len(rows)} shapes; below 1, deep_tile is faster."
     )
-    explanation = "\n".join(map(_wrapped, EXPLANATION))
-    return "\n\n".join((_wrapped(about), _markdown(nine), _markdown(means), explanation))
+    explanation = "\n".join(map(wrapped, EXPLANATION))
+    return "\n\n".join((wrapped(about), markdown(nine), markdown(means), explanation))
 
 
 def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
@@ -248,9 +247,14 @@ def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
     kernels = [["first call of a kernel, ms", *(states[state] for state in columns)]]
     for row in zip(*(calls[state] for state in columns), strict=True):
         kernels.append([f"`{row[0]['config']}`", *(f"{call['first_ms']:.3g}" for call in row)])
-    once = "The first row includes what a process does once: where it compiles, loading the compiler's bindings."
-    wheel = " Packaged kernels are those that a wheel brings." if "packaged" in columns else ""
-    return f"{_markdown(rows)}\n\n{_markdown(kernels)}\n\n{_wrapped(once + wheel)}"
+    once = "The first row includes work that a process does once; with a cold cache this is loading NVRTC's bindings."
+    wheel = " *Packaged* kernels come with the wheel." if "packaged" in columns else ""
+    meta = overhead["meta"]
+    about = (
+        f"Host time of a call that is not the first, and time of first calls, by `benchmarks/bench_overhead.py`: "
+        f"{meta['gpu']}, {meta['date'][:10]}, {overhead['shape']}."
+    )
+    return "\n\n".join((wrapped(about), markdown(rows), markdown(kernels), wrapped(once + wheel)))
 
 
 def benchmarks_part(run: Run, overhead: dict[str, Any] | None = None) -> str:
@@ -261,22 +265,28 @@ def benchmarks_part(run: Run, overhead: dict[str, Any] | None = None) -> str:
     return "\n\n".join(tables)
 
 
-def _wrapped(text: str) -> str:
+def wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False)
 
 
-def _markdown(rows: list[list[str]]) -> str:
+def markdown(rows: list[list[str]]) -> str:
     head, *body = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *body))
 
 
-def replace_between_markers(path: Path, text: str) -> None:
-    """Put `text` between the two benchmark markers of a file."""
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} must hold the line {BEGIN} and, after it, {END}; the table goes between them")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+def markers(name: str) -> tuple[str, str]:
+    """The lines before and after a generated part of a page."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+def replace_between_markers(path: Path, text: str, name: str = "benchmark") -> None:
+    """Put `text` between the two markers of this name in a file."""
+    begin, end = markers(name)
+    before, found, rest = path.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"{path} must hold the line {begin} and, after it, {end}; the table goes between them")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def plot_speedup(run: Run, path: Path) -> None:

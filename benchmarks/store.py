@@ -21,7 +21,7 @@ def load(path: str | Path) -> Any:
 
 def save(path: str | Path, data: dict[str, Any]) -> None:
     """Write `data`: a line for each entry of its dicts and lists. The file is replaced at once, never half written."""
-    members = ",\n".join(f" {json.dumps(name)}: {_entries(value)}" for name, value in _rounded(data).items())
+    members = ",\n".join(f" {json.dumps(name)}: {_entries(value)}" for name, value in rounded(data).items())
     temporary = Path(f"{path}.tmp")
     temporary.write_text(f"{{\n{members}\n}}\n")
     os.replace(temporary, path)
@@ -39,9 +39,10 @@ def _entries(value: Any) -> str:
     return f"{brackets[0]}\n{lines}\n {brackets[1]}" if entries else brackets
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """With `DIGITS` of every number."""
     if isinstance(value, dict):
-        return {name: _rounded(entry) for name, entry in value.items()}
+        return {name: rounded(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(entry) for entry in value]
+        return [rounded(entry) for entry in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

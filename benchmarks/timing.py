@@ -56,7 +56,7 @@ METHOD = (
 _SMI_FIELDS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
-def describe_run() -> dict[str, Any]:
+def describe_run(method: str = METHOD) -> dict[str, Any]:
     """All that a reader needs to judge the numbers. Called after the work, so that the clocks are those of a busy
     GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -75,7 +75,7 @@ def describe_run() -> dict[str, Any]:
         "python": platform.python_version(),
         "kernels": jit.compiler_text(),
         "nvidia_smi_after_run": dict(zip(fields, values, strict=True)) if len(values) == len(fields) else smi,
-        "method": METHOD,
+        "method": method,
     }
 
 

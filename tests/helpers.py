@@ -598,7 +598,7 @@ def assert_silu_mul_cast(
 
     Raises AssertionError.
     """
-    gate_up, codes, scale = (x.cpu().flatten(0, -2)[rows] for x in (gate_up, quantized.float(), scale))
+    gate_up, codes, scale = (x.cpu().flatten(0, -2)[rows] for x in (gate_up, quantized.cpu().float(), scale))
     low, high = (_groups_of_128(x) for x in silu_mul_bounds(gate_up, **numbers))
     codes, inside = _groups_of_128(codes), _groups_of_128(torch.ones_like(codes)).bool()
     largest = torch.maximum(-low, high).amax(2)

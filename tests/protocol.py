@@ -682,7 +682,7 @@ class ConverterWarps:
             yield Wait(self.block.own("slot empty", slot), position // self.config.b_slots - 1)
             yield Join("unit read")
             yield Use(reads=self.regions("units", stage, *place, first=False))
-            yield Arrive(self.block.own("units empty", stage), len(self.warps))
+            yield Arrive(self.block.own("units empty", stage), WARP * len(self.warps))
             if position + 1 < len(places):
                 yield from self.begin(position + 1, *places[position + 1])
             yield Issue("slot write", writes=self.regions("b", slot, *place))
@@ -799,7 +799,7 @@ class MathWarps:
         for stage in range(config.stages):
             yield Init(own("empty", stage), math_warps * (WARP + config.multicast))
         for stage in range(config.unit_stages):
-            yield Init(own("units empty", stage), config.converter_warps)
+            yield Init(own("units empty", stage), config.converter_warps * WARP)
         for slot in range(config.b_stages):
             of_slot = ("slot empty", math_warps) if config.is_packed else ("column empty", math_warps * WARP)
             yield Init(own(of_slot[0], slot), of_slot[1])

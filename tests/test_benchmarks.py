@@ -27,6 +27,7 @@ from benchmarks import (  # noqa: E402
     measured,
     predict,
     report,
+    report_train,
     same_code,
     search,
     search_chain,
@@ -315,27 +316,31 @@ def test_stored_results_have_the_form_in_which_they_are_written(path, tmp_path):
     assert (tmp_path / path.name).read_text() == path.read_text()
 
 
+BEGIN, END = report.markers("benchmark")
+
+
 def test_report_writes_tables_and_chart(tmp_path):
     result, other, overhead = (tmp_path / name for name in ("run.json", "other.json", "overhead.json"))
     readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
     store.save(result, with_bf16(made_up_run()))
     store.save(other, with_bf16(made_up_run(gpu="NVIDIA H100 80GB HBM3")))
     first = [{"config": "fp8_gemm_x", "first_ms": 321.4, "second_ms": 0.1}]
-    overhead.write_text(json.dumps({"host_us": {"deep_tile": 3.21}, "first_calls": {"cold": first, "packaged": first}}))
+    calls = {"shape": "64x2112x7168", "host_us": {"deep_tile": 3.21}, "first_calls": {"cold": first, "packaged": first}}
+    overhead.write_text(json.dumps(calls | {"meta": {"gpu": "NVIDIA H200", "date": "2026-11-25T00:23:33"}}))
     for path in (readme, page):
-        path.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
+        path.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
     arguments = [result, other, "--overhead", overhead, "--readme", readme, "--docs", tmp_path]
     report.main([str(argument) for argument in arguments])
     for path in (readme, page):
         text = path.read_text()
-        assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
+        assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
         assert "stale" not in text
     assert "| torch BF16 | H200 | 2.00 | 2.00 | 2.00 | 2.00, 2.00 |" in readme.read_text()
     assert f"| {report.DEEP_GEMM} | H200 | 1.00 | 1.00 | 1.00 | 1.00, 1.00 |" in readme.read_text()
     assert "| torch BF16 | H100 | 2.00" in readme.read_text() and f"{report.DEEP_GEMM} | H100" not in readme.read_text()
     text = page.read_text()
     assert "| 4096x2112x7168 | 97.0 | 114.9 | 83.2 | 194.0 | 86.0 | 1279 |" in text
-    assert "| deep_tile | 3.2 |" in text
+    assert "| deep_tile | 3.2 |" in text and "2026-11-25, 64x2112x7168." in text
     assert "| cold cache | packaged |" in text and "| `fp8_gemm_x` | 321 | 321 |" in text
     chart = (tmp_path / "figures" / "speed.svg").read_text()
     assert "<svg" in chart and not re.search(r"<style|\sstyle=", chart)
@@ -350,10 +355,60 @@ def with_bf16(run):
 
 def test_report_refuses_a_readme_without_markers(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"{report.END} {report.BEGIN}")
+    readme.write_text(f"{END} {BEGIN}")
     with pytest.raises(ValueError, match="must hold the line"):
         report.replace_between_markers(readme, "text")
-    assert readme.read_text() == f"{report.END} {report.BEGIN}"
+    assert readme.read_text() == f"{END} {BEGIN}"
+
+
+def test_report_of_training_writes_every_table(tmp_path, monkeypatch):
+    meta = {
+        "gpu": "none",
+        "date": "2026-11-27",
+        "torch": "2",
+        "kernels": "NVRTC 13",
+        "commit": "abcdef012",
+        "method": "m",
+    }
+    about = {"meta": meta, "layers": 4, "tokens": 8192}
+    step = {"ms": 80.0, "static_gb": 5.0, "peak_gb": 11.0, "parts_ms": {"casts": 0.0, "GEMMs": 54.0}}
+    faster = step | {"ms": 60.0, "peak_gb": 8.0, "parts_ms": {"casts": 5.0, "GEMMs": 30.0}}
+    steps = [step | {"variant": "bf16", "mode": mode} for mode in ("eager", "compile")]
+    layer = {"of": "linear", "tokens": 4096, "n": 1024, "k": 1024}
+    layer |= {f"{way}, {what}": 10.0 for way in ("bf16", "joined") for what in ("host", "eager", "graph")}
+    layer |= {"bf16 forward, host": 3.0, "joined forward, host": 4.0, "joined, graph": 11.0}
+    frozen = {"of": "frozen", "n": 4096, "k": 4096}
+    frozen |= {f"{way}, {what}": us for way, us in (("bf16", 10), ("fp8", 6)) for what in ("eager", "graph", "bytes")}
+    of_experts = [step | {"model": "qwen3", "recipe": "bf16", "mode": "compile"}]
+    of_experts += [faster | {"model": "qwen3", "recipe": "fp8", "mode": "compile"}]
+    cast = {"cast": "cast_both", "rows": 8192, "columns": 14336, "us": 188.0, "copy_us": 160.0}
+    results = {
+        "train": {"entries": [*steps, faster | {"variant": "mlp", "mode": "compile"}]},
+        "train_layers": {"entries": [layer, frozen]},
+        "train_experts": {"entries": of_experts},
+        "train_casts": {"casts": [cast]},
+    }
+    monkeypatch.setattr(store, "FOLDER", tmp_path)
+    for name, of_benchmark in results.items():
+        store.save(tmp_path / f"{name}_h100_2026-11-27.json", about | of_benchmark)
+    store.save(tmp_path / "train_h100_2026-11-28.json", {"meta": {}})  # says not how it was measured
+    page = tmp_path / "training.md"
+    page.write_text("\n".join(line for name in report_train.PARTS for line in report.markers(name)))
+    monkeypatch.setattr(sys, "argv", ["report_train.py", "--page", str(page)])
+    report_train.main()
+    text = page.read_text()
+    for line in (
+        "| BF16 | 80.0 | 1.00 | 6.00 | 1.00 | 80.0 | 1.00 | 6.00 | 1.00 |",
+        "| `Linear` and `mlp` | – | – | – | – | 60.0 | 0.75 | 3.00 | 0.50 |",
+        "with `mlp`, in ms: casts 0.0 and 5.0, GEMMs 54.0 and 30.0.",
+        "| 1024 | 1.10 |",
+        "| 4,096, 1024x1024 | 10 (3) | – | 10 (4) | 10 | 10 | 1.00 | 10 | 11 | 1.10 | ",
+        "1 of 1 layers are slower in FP8; 1 of these stay in BF16 by default: 4,096 tokens 1024x1024 (1.10).",
+        "| 4096x4096 | 0.60 | 0.60 | 0.60 |",
+        "top 8 | 80.0 ms | 60.0 ms | 0.75 | – | – | – | 6.00 | 3.00 |",
+        "| `cast_both` | 8192x14336 | 188 | 160 | 1.18 |",
+    ):
+        assert line in text, line
 
 
 @pytest.mark.gpu

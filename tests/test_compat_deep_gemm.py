@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -427,13 +428,18 @@ def test_newer_keywords():
     rows, counts = torch.zeros(5, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     empty = torch.zeros_like(out)
     a_groups = tuple(x[None] for x in operands[:2])
+    masked = partial(deep_gemm.fp8_m_grouped_gemm_nt_masked, a_groups, b_groups, empty[None], counts, 5)
     for call, message in (
         (lambda: deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], empty, alpha=0.5), "alpha is 0.5.*Multiply a's"),
         (lambda: deep_gemm.fp8_gemm_nn(operands[:2], operands[2:], empty, alpha=0.5), "alpha is 0.5"),
         (lambda: deep_gemm.bf16_gemm_nt(*narrow, empty, alpha=2), "alpha is 2"),
         (lambda: deep_gemm.bf16_gemm_tt(narrow[0].t(), narrow[1], empty, epilogue="cast"), "epilogue is 'cast'"),
         (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(operands[:2], b_groups, empty, rows, epilogue=1), "epil"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(a_groups, b_groups, empty[None], counts, 5, epilogue=1), "epi"),
+        (partial(masked, epilogue=1), "epilogue is 1"),
+        *(
+            (partial(masked, **overlap), "enable_overlap and signal .*--enable-single-batch-overlap")
+            for overlap in ({"enable_overlap": True, "max_block_n": 160}, {"signal": counts})
+        ),
         (lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, d, [256], ks=[256]), "ks_cpu and ks are given"),
         (lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, d), "ks_cpu is None"),
         (

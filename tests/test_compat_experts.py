@@ -232,12 +232,16 @@ def test_wrong_heads_launch_nothing():
 
 
 def test_arguments_are_those_of_deep_gemm():
-    """Names and order are those of 2.8.1: the arguments of 2.6.1, then newer ones."""
+    """Names and order are those of 2.8.1: the arguments of 2.6.1, then newer ones, then those of SGLang's build."""
+    overlap = ["enable_overlap", "max_block_n", "signal"]
     recipes = ["recipe", "recipe_a", "recipe_b", "compiled_dims", "disable_ue8m0_cast"]
     psum = ["use_psum_layout", "ensure_zero_padding", "expected_m_for_psum_layout"]
     for function, wanted in (
         (deep_gemm.m_grouped_fp8_gemm_nt_contiguous, ["a", "b", "d", "grouped_layout", *recipes, *psum, "epilogue"]),
-        (deep_gemm.m_grouped_fp8_gemm_nt_masked, ["a", "b", "d", "masked_m", "expected_m", *recipes, "epilogue"]),
+        (
+            deep_gemm.m_grouped_fp8_gemm_nt_masked,
+            ["a", "b", "d", "masked_m", "expected_m", *recipes, "epilogue", *overlap],
+        ),
         (deep_gemm.fp8_einsum, ["expr", "a", "b", "d", "c", "recipe", "epilogue", "use_128x4_sfd_layout"]),
     ):
         assert list(inspect.signature(function).parameters) == wanted

@@ -16,7 +16,7 @@ from deep_tile.tools import cli
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first.
 
-from benchmarks import report, store  # noqa: E402
+from benchmarks import report, report_train, store  # noqa: E402
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FOLDERS = (".github", "benchmarks", "csrc", "deep_tile", "docs", "examples", "include", "tests")
@@ -94,10 +94,11 @@ def test_figures_need_no_style_sheet():
         assert not re.search(r"<style|\s(?:class|style)=", path.read_text()), path
 
 
-def between_markers(path: Path) -> str:
-    _, _, rest = path.read_text().partition(f"{report.BEGIN}\n")
-    part, end, _ = rest.partition(f"\n{report.END}")
-    assert end
+def between_markers(path: Path, name: str = "benchmark") -> str:
+    begin, end = report.markers(name)
+    _, _, rest = path.read_text().partition(f"{begin}\n")
+    part, found, _ = rest.partition(f"\n{end}")
+    assert found
     return part
 
 
@@ -111,6 +112,12 @@ def test_readme_and_benchmarks_have_the_tables_of_a_stored_run():
     assert between_markers(ROOT / "README.md") in parts
     tables = [report.benchmarks_part(run, overhead) for run in runs for overhead in stored("overhead")]
     assert between_markers(ROOT / "docs" / "benchmarks.md") in tables
+
+
+def test_training_has_the_tables_of_the_newest_runs():
+    for name, (results, part) in report_train.PARTS.items():
+        text, path = between_markers(ROOT / "docs" / "training.md", name), report_train.newest(results)
+        assert path is None or text == part(store.load(path))
 
 
 def test_readme_is_short():

@@ -701,7 +701,7 @@ def test_the_kernel_synchronizes_where_the_model_does():
         f"1 + {scales}",
         slots[0],
         "math_warps * (warp_threads + peers)",
-        "config.converter_warps",
+        "config.converter_warps * warp_threads",
         slots[1],
     ]
     assert barriers == [*counts, "1", "4 * (config.split_k - 1)", "1"]  # the last is that of units, full

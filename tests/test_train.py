@@ -762,7 +762,12 @@ def test_predictions_know_the_host():
     assert predict(*large) == predict(*large, eager=True) and predict(*large).pays
 
 
-MEASURED = json.loads((store.FOLDER / "train_layers_h100_2026-11-26.json").read_text())["entries"]
+MEASURED = [
+    entry
+    for entry in store.load(sorted(store.FOLDER.glob("train_layers_*.json"))[-1])["entries"]
+    if entry.get("of", "linear") == "linear" and abs(entry["joined, graph"] / entry["bf16, graph"] - 1) > 0.03
+]
+"""Layers that are clearly faster or slower in FP8."""
 
 
 @pytest.mark.parametrize("entry", MEASURED, ids=lambda entry: "{tokens}x{n}x{k}".format(**entry))

@@ -91,6 +91,14 @@ def check_no_psum(use_psum_layout: bool) -> None:
         raise ValueError("use_psum_layout must be False on Hopper: pass groups one after the other, and ks_cpu")
 
 
+def refuse_overlap(enable_overlap: object, signal: object) -> None:
+    if enable_overlap or signal is not None:
+        raise ValueError(
+            "enable_overlap and signal ask for a count of finished tiles, which is not kept here. Start SGLang without "
+            "--enable-single-batch-overlap"
+        )
+
+
 def check_gradients(d: torch.Tensor) -> None:
     if d.dtype != torch.float32 or not d.is_contiguous():
         raise ValueError(f"d is {list(d.shape)} of {d.dtype}, strides {d.stride()}; it must be dense, of torch.float32")

@@ -238,6 +238,9 @@ def m_grouped_fp8_gemm_nt_masked(
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
     epilogue: object = None,
+    enable_overlap: bool = False,
+    max_block_n: int = 256,
+    signal: object = None,
 ) -> None:
     """`d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g]^T` for each group: `deep_tile.fp8_grouped_gemm` with counts.
 
@@ -248,10 +251,13 @@ def m_grouped_fp8_gemm_nt_masked(
         masked_m: int32 [g], on the device: rows per group.
         expected_m: mean rows per group, for which the kernel is chosen.
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
+        enable_overlap, signal: of SGLang's DeepGEMM, which counts finished tiles there: only False and None.
+        max_block_n: means nothing here, as it is for these.
 
     Raises as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
     arguments.check_result(d, epilogue=epilogue)
+    arguments.refuse_overlap(enable_overlap, signal)
     operands = arguments.operands(a, b)
     arguments.check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:

@@ -8,7 +8,7 @@ REFUSED = {
         (
             *("fp8_mega_moe", "get_symm_buffer_for_sm90_mega_moe", "transform_weights_for_mega_moe_sm90"),
             *("mega_moe_pre_dispatch_sm90", "SM90SymmBuffer", "get_block_m_for_mega_moe", "SymmBuffer"),
-            *("get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe"),
+            *("get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe", "mega_moe_pre_dispatch"),
         ),
         _OF_RANKS,
     ),
@@ -23,6 +23,7 @@ REFUSED = {
             *("get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor", "epilogue", "NVFP4SymmBuffer"),
             *("nvfp4_mega_moe", "get_block_m_for_nvfp4_mega_moe", "get_num_locality_domains", "localize"),
             *("is_localization_available", "is_localized", "destroy_localizer"),
+            "transform_ue4m3_sf_into_required_layout",
         ),
         _OF_BLACKWELL,
     ),

@@ -1,6 +1,7 @@
 """Precompiles a training step's kernels: both passes' GEMMs, and casts."""
 
 import os
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -42,9 +43,11 @@ def precompile(
         raise ValueError("model has no deep_tile.train.Linear; convert it first, by deep_tile.train.convert(model)")
     products = {product for layer in layers for product in _products(layer, tokens, dtype)}
     products |= {_sum_of_gates_and_ups(module, tokens, dtype) for module in filter(is_gated, model.modules())}
-    before, configs = jit.compilations(), set()
+    before, configs, shapes = jit.compilations(), set(), defaultdict(list)
     for shape, options in sorted(products, key=str):
-        configs.update(api.precompile([shape], workers=workers, progress=progress, **dict(options)).configs)
+        shapes[options].append(shape)  # of one call, whose kernels compile at once
+    for options, of_call in shapes.items():
+        configs.update(api.precompile(of_call, workers=workers, progress=progress, **dict(options)).configs)
     cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1, progress=progress)
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     return api.Precompiled(ordered, jit.compilations() - before)

@@ -42,7 +42,7 @@ __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>&
         if constexpr (config.packed_b()) {
 #pragma unroll
             for (int stage = 0; stage < config.unit_stages; ++stage) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.units.empty[stage]), config.converter_warps);
+                ptx::mbarrier_init(ptx::smem_address(&smem.units.empty[stage]), config.converter_warps * warp_threads);
             }
         }
         if constexpr (config.b_stages > 0) {

@@ -20,7 +20,7 @@
 //   column empty  operand warp          every math thread, in a column's last    no reader needs that K block any more
 //                                       tile
 //   units full    converter warps       1 unit lane + bytes of bulk copies       a K block of a packed b has landed
-//   units empty   unit warp             1 per converter warp                     it has been read
+//   units empty   unit warp             every converter thread                   it has been read
 //   slot full     math warpgroups       1 per converter warp                     a K block of b has been converted
 //   slot empty    converter warps       1 per math warp                          no reader needs it any more
 //   boxes full    a store warp          a math warpgroup's threads               its output boxes are written

@@ -203,8 +203,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
             if (i + 1 < converter.units) {
                 next = converter.read(stage, i + 1);
             } else {
-                __syncwarp();
-                ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[stage]), arrives);
+                ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[stage]));
                 if (left > 1) {
                     wait(smem.units.full[state.stage], state.phase);
                     next = converter.read(state.stage, 0);

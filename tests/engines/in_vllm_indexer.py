@@ -4,44 +4,21 @@ What vLLM compiles, gathers of the cache and the choice of keys, is written here
 parts chose the keys that FP32 chooses.
 """
 
-import dataclasses
 import inspect
 import json
 from types import SimpleNamespace
 
 import torch
+from keys import CHOSEN, HEAD_DIM, KEYS_OF_PAGE, chosen_right, keys_of, make_cache, make_queries, record
 from vllm.model_executor.layers import sparse_attn_indexer as layer
 from vllm.utils import deep_gemm as of_vllm
 from vllm.v1.attention.backends.mla import indexer as backend
 
 from deep_tile.compat import deep_gemm
 
-HEADS, HEAD_DIM, KEYS_OF_PAGE, CHOSEN, WIDTH = 32, 128, 64, 8, 512
+WIDTH = 512
 PREFILLED, DECODED = 5, 3
 """Queries of one prompt with a past, and the number of decoding sequences."""
-
-
-def record(kind: type, **given: object) -> object:
-    """An instance of vLLM's dataclass, with whichever fields its release has."""
-    fields = dataclasses.fields(kind)
-    needed = {field.name: None for field in fields if field.default is dataclasses.MISSING}
-    return kind(**needed | {field.name: given[field.name] for field in fields if field.name in given})
-
-
-def make_cache(pages: int) -> torch.Tensor:
-    """One layer's pages, in memory of several layers: FP8 keys, then their scales."""
-    cache = torch.zeros(pages, 2, KEYS_OF_PAGE, HEAD_DIM + 4, dtype=torch.uint8)[:, 0]
-    values = torch.randn(pages, KEYS_OF_PAGE * HEAD_DIM).to(torch.float8_e4m3fn).view(torch.uint8)
-    scales = (torch.rand(pages, KEYS_OF_PAGE) + 0.5).view(torch.uint8)
-    cache.copy_(torch.cat([values, scales], 1).view(cache.shape))
-    return cache
-
-
-def keys_of(cache: torch.Tensor, pages: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of the values and of the scales of a sequence's first keys."""
-    rows = cache[pages.long()].flatten(1)
-    values, scales = rows.split((KEYS_OF_PAGE * HEAD_DIM, KEYS_OF_PAGE * 4), 1)
-    return values.reshape(-1, HEAD_DIM)[:count], scales.reshape(-1, 4)[:count]
 
 
 def workspace(*wanted) -> list[torch.Tensor]:
@@ -65,13 +42,6 @@ def choose_decoded(logits, _, lengths, chosen, *__) -> None:
     choose(logits, torch.zeros_like(lengths), lengths, chosen)
 
 
-def wanted_of(q, weights, cache, pages, count: int) -> set[int]:
-    values, scales = keys_of(cache, pages, count)
-    keys = values.view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)
-    logits = weights @ torch.relu(q.float() @ keys.t())
-    return set(logits.topk(min(CHOSEN, count)).indices.tolist())
-
-
 def main() -> None:
     deep_gemm.install(force=True)
     layer.current_workspace_manager = lambda: SimpleNamespace(get_simultaneous=workspace)
@@ -83,8 +53,7 @@ def main() -> None:
     layer.ops = SimpleNamespace(**stand_ins)
     layer.get_indexer_topk = lambda _: lambda logits, lengths, n, into, *__: choose_decoded(logits, n, lengths, into)
     cache, queries = make_cache(12), DECODED + PREFILLED
-    q = torch.randn(queries, HEADS, HEAD_DIM).to(torch.float8_e4m3fn)
-    weights, buffer = torch.rand(queries, HEADS), torch.zeros(queries, CHOSEN, dtype=torch.int32)
+    (q, weights), buffer = make_queries(queries), torch.zeros(queries, CHOSEN, dtype=torch.int32)
     pages, past = torch.randperm(12).int().view(4, 3), 120
     lengths = torch.tensor([[70], [3], [190]]).int()
     decode = record(
@@ -134,10 +103,7 @@ def main() -> None:
         *zip(pages, lengths.flatten().tolist(), strict=False),
         *((pages[DECODED], end) for end in ends.tolist()),
     ]
-    right = [
-        {key for key in found if key >= 0} == wanted_of(q[i], weights[i], cache, *sequences[i])
-        for i, found in enumerate(buffer.tolist())
-    ]
+    right = chosen_right(buffer, q, weights, cache, sequences)
     print("FOUND", json.dumps({"decode": all(right[:DECODED]), "prefill": all(right[DECODED:])}))
 
 

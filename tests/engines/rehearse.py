@@ -193,9 +193,19 @@ def check_vllm(folder: Path, name: str) -> list[str]:
         failures += [
             f"{kind}: {what} is {found[what]}" for what in found if what[:5] == "error" and found[what] > MOST_ERROR
         ]
-    found, _ = run(folder, name, "in_vllm_indexer.py")
-    print(name, "indexer", found, flush=True)
-    return failures + [f"indexer: {part} chooses other keys" for part, right in found.items() if not right]
+    return failures + check_deep_gemm(folder, name)
+
+
+def check_deep_gemm(folder: Path, name: str) -> list[str]:
+    """What deep_tile has by DeepGEMM's names: the engine's indexers on it, and all else that its sources look up."""
+    engine, found = name.partition("-")[0], {}
+    for script, *arguments in ((f"in_{engine}_indexer.py",), ("names_in_use.py", str(folder / name / engine))):
+        found[script], _ = run(folder, name, script, *arguments)
+        print(name, script, found[script], flush=True)
+    chosen, names = found.values()
+    failures = [f"indexer: {part} chooses other keys" for part, right in chosen.items() if not right]
+    failures += [f"{used}, of DeepGEMM, is not known at {where}" for used, where in names["unknown"].items()]
+    return failures + names["misfits"]
 
 
 def check_sglang(folder: Path, name: str) -> list[str]:
@@ -210,7 +220,7 @@ def check_sglang(folder: Path, name: str) -> list[str]:
         if found.pop("hooked") != (wanted if variable else []):
             failures.append(f"variable {variable!r}: other functions are hooked\n{said[-2000:]}")
         failures += [f"{what} is false" for what, holds in found.items() if not holds]
-    return failures
+    return failures + check_deep_gemm(folder, name)
 
 
 if __name__ == "__main__":

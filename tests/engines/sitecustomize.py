@@ -30,7 +30,14 @@ class AnyName(type):
 def stand_in(name: str):
     if name.startswith("__"):
         raise AttributeError(name)
-    return AnyName(name, (), {"__init__": lambda self, *_, **__: None}) if name[0].isupper() else MagicMock(name=name)
+    return AnyName(name, (), dict(_CLASS)) if name[0].isupper() else MagicMock(name=name)
+
+
+_CLASS = {
+    "__init__": lambda self, *_, **__: None,
+    "__get_pydantic_core_schema__": classmethod(lambda *_: {"type": "any"}),
+}
+"""What classes have: they take everything, and are fields of pydantic's models."""
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
