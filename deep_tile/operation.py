@@ -166,7 +166,7 @@ class Operation(ops.Op):
     sizes = "m n k"
     """Those that `explain` takes, of m, n, k, groups and heads."""
 
-    unexplained = "one kernel for each dtype, bound by memory: `explain reduction` has its walls"
+    unexplained = "one kernel for each dtype, bound by memory; `explain reduction` shows the walls of such kernels"
     """Why `explain` does not know an operation that is neither a product nor predicts its time."""
 
     def predict(self, given: Given, options, bytes_moved: int, hardware: Hardware) -> Prediction:
