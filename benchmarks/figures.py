@@ -1,8 +1,9 @@
-"""Draws the figures in docs/method.md, docs/experts.md and docs/training.md from the model and stored results. No GPU:
+"""Draws the figures of README, docs/method.md, docs/experts.md and docs/training.md from the model and stored results,
+but for speed.svg, which report.py draws. No GPU:
 
     PYTHONPATH=. python benchmarks/figures.py [--figures docs/figures]
 
-Run it after calibrate.py, so that text, figures and model stay one.
+Run it after calibrate.py, so that text, figures and model agree.
 """
 
 import argparse
@@ -24,10 +25,10 @@ STAIRS = (2112, 7168)
 
 EXPERTS = store.FOLDER / "grouped_h200_2026-11-23.json"
 EXPERT_DRAWS, EXPERT_WEIGHTS = "Qwen3-30B 128/128 multinomial", (1536, 2048)
-"""The figure of experts: tokens with random routing, and n and k."""
+"""The draws of the figure of experts, by tokens with random routing, and their n and k."""
 
 LOSSES = store.FOLDER / "loss_100M_h100_2026-11-26.json"
-"""The files of the figure of training."""
+"""Losses of training runs, by bench_loss.py."""
 
 REST = "all else"
 """The part of a step with all kernels that have no part of their own."""
@@ -43,20 +44,21 @@ def draw(folder: Path) -> list[Path]:
     report.plot(report.derivation(64, 4096, 7168), paths[1])
     plot_waves(paths[2])
     predict.plot(predict.compare(predict.load_search()), paths[3])
-    paths.append(folder / "experts.png")
+    paths.append(folder / "experts.svg")
     plot_experts(paths[-1])
     paths.append(folder / "training_loss.png")
     plot_losses(paths[-1])
-    paths.append(folder / "training_step.svg")
-    plot_step(paths[-1])
+    if steps := report_train.newest("train"):
+        paths.append(folder / "training_step.svg")
+        plot_step(steps, paths[-1])
     return paths
 
 
-def plot_step(path: Path) -> None:
+def plot_step(results: Path, path: Path) -> None:
     """A compiled training step by parts: profiled kernels, the rest up to the measured time."""
     from matplotlib.figure import Figure
 
-    stored = store.load(report_train.newest("train"))
+    stored = store.load(results)
     steps = {step["variant"]: step for step in stored["entries"] if step["mode"] == "compile"}
     bf16, fp8 = steps["bf16"], steps["mlp"]
     shown = [name for name in bf16["parts_ms"] if name != REST]
@@ -99,23 +101,25 @@ def plot_experts(path: Path) -> None:
     """Time of a grouped product against tokens: ours, torch's row-wise one, and the estimate without padding."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
+    stored = store.load(EXPERTS)
     draws = [
         draw
-        for draw in store.load(EXPERTS)["draws"]
+        for draw in stored["draws"]
         if draw["draw"].startswith(EXPERT_DRAWS) and (draw["n"], draw["k"]) == EXPERT_WEIGHTS
     ]
     tokens = [int(draw["draw"].split()[-1]) for draw in draws]
-    for name, label in (("torch row-wise", "torch, a scale per row"), ("ours", "deep_tile"), ("limit", "estimate")):
+    labels = {"ours": "deep_tile", "torch row-wise": "torch, a scale per row", "limit": "estimate without padding"}
+    for (name, label), color in zip(labels.items(), (*CHART_COLORS[:2], CHART_GREY), strict=True):
         style = "--" if name == "limit" else "o-"
-        axes.plot(tokens, [draw["us"][name] for draw in draws], style, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="us")
+        axes.plot(tokens, [draw["us"][name] for draw in draws], style, color=color, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tokens, 8 experts for each, at random", ylabel="us of a grouped GEMM")
     n, k = EXPERT_WEIGHTS
-    axes.set_title(f"128 experts of {n}x{k}, 8 for each token, at random, on an H200")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    axes.set_title(f"128 experts of {n}x{k}, {stored['meta']['gpu']}, {stored['meta']['date'][:10]}", fontsize=11)
+    axes.grid(alpha=0.3, color=CHART_GREY)
+    axes.legend(frameon=False, labelcolor=CHART_GREY)
+    save_svg(figure, axes, path)
 
 
 def plot_waves(path: Path) -> None:
@@ -144,7 +148,7 @@ def _plot_stairs(axes: Any, config: GemmConfig, color: str) -> None:
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draw the figures of docs/method.md.")
+    parser = argparse.ArgumentParser(description="Draw the figures of the documents.")
     parser.add_argument("--figures", type=Path, default=Path("docs/figures"))
     for path in draw(parser.parse_args(arguments).figures):
         print(path)

@@ -94,6 +94,19 @@ def test_figures_need_no_style_sheet():
         assert not re.search(r"<style|\s(?:class|style)=", path.read_text()), path
 
 
+def test_figures_are_drawn_by_a_command_and_shown():
+    """But for call.svg, which is drawn by hand."""
+    shown = {Path(link).name for path in DOCUMENTS for link in linked(path) if "figures/" in link}
+    drawn = {name for script in ("figures", "report") for name in re.findall(r"\w+\.(?:png|svg)", source_of(script))}
+    drawn |= {f"method_{name}.png" for name in ("roofline", "decode", "waves", "prediction")}
+    figures = {path.name for path in (ROOT / "docs" / "figures").iterdir()}
+    assert figures == shown and figures <= drawn | {"call.svg"}
+
+
+def source_of(script: str) -> str:
+    return (ROOT / "benchmarks" / f"{script}.py").read_text()
+
+
 def between_markers(path: Path, name: str = "benchmark") -> str:
     begin, end = report.markers(name)
     _, _, rest = path.read_text().partition(f"{begin}\n")
