@@ -277,8 +277,7 @@ class Logits(Operation):
         (*queries, heads, head_dim), (rows, keys) = given[0].shape, self.size(given)
         output = _OUTPUTS[options.out_dtype or torch.float32]
         kernel = logits_launch.choose(head_dim, heads, queries[-1], len(queries) > 1, output)
-        num_sms = options.num_sms or hardware.num_sms
-        return logits_launch.predict(kernel, rows, queries[-1], keys, bytes_moved, num_sms, hardware)
+        return logits_launch.predict(kernel, rows, queries[-1], keys, bytes_moved, options.num_sms, hardware)
 
     def launch(self, kernel, layout: LogitsLayout, q: torch.Tensor, keys: Keys, options: Options) -> launches.Prepared:
         """The launch for q as a 3-D tensor."""

@@ -173,13 +173,14 @@ class Operation(ops.Op):
         """The time of a checked call on meta tensors, whose results are among them."""
         raise NotImplementedError
 
-    def predicted(self, asked, num_sms: int | None, hardware: Hardware) -> Prediction:
-        """The time of a call with such `checks.Sizes` on at most `num_sms` SMs."""
+    def predicted(self, asked, num_sms: int, hardware: Hardware) -> Prediction:
+        """The time of a call with such `checks.Sizes` on so many SMs."""
         given, options = self.without_memory(asked)
         self.check(given, options)
         self.check_memory(given, options)
-        given, options = self.with_outs(given, options), options._replace(**{"num_sms": num_sms} if num_sms else {})
-        return self.predict(given, options, sum(x.nbytes for x in given if x is not None), hardware)
+        given = self.with_outs(given, options)
+        moved = sum(x.nbytes for x in given if x is not None)
+        return self.predict(given, options._replace(num_sms=num_sms), moved, hardware)
 
     def with_outs(self, given: Given, options) -> Given:
         """`given` with fake results where it has none."""

@@ -215,7 +215,7 @@ class ByParts(Operation):
         return (a, b, *(None,) * (len(self.names) - 2)), Options(out_dtype=asked.out_dtype)
 
     def predict(self, given: Given, options: Options, bytes_moved: int, hardware: Hardware) -> Prediction:
-        room = parts.Room(options.num_sms, 1) if options.num_sms else parts.Room(hardware.num_sms)
+        room = parts.Room(options.num_sms, 1 if options.num_sms < hardware.num_sms else None)
         return parts.predict(self.product(given[:2], options), room, bytes_moved, hardware)
 
     def needs_kernel(self, given: Given) -> bool:

@@ -239,7 +239,7 @@ def test_what_a_call_launches_besides_is_in_its_time():
         ("mqa_logits", (1, 2, 128), {}, "sizes are given as m, n, k; mqa_logits has m, n, k, heads"),
         ("fp8_gemm", (1, 2, 3), {"groups": 2}, "sizes are given as m, n, k, groups; fp8_gemm has m, n, k"),
         ("fp8_grouped_gemm", (1, 2, 16), {}, "sizes are given as m, n, k; fp8_grouped_gemm has m, n, k, groups"),
-        ("thin_gemm", (1, 24), {}, "sizes are given as m, n; thin_gemm has m, n, k"),
+        ("gemm", (1, 24, 64), {"num_sms": 0}, "num_sms is 0; sizes must be positive"),
         ("prenorm_gemm", (1, 24, 64), {"bias": "fp32"}, "bias is 'fp32'; prenorm_gemm has none"),
         ("prenorm_gemm", (1, 24, 64), {"output": "bf16"}, "output is 'bf16'; prenorm_gemm has none"),
         ("thin_gemm", (1, 24, 64), {"layout": "nn"}, "layout is 'nn'; thin_gemm has none"),
@@ -286,7 +286,7 @@ def test_command_line_and_function_agree(call, monkeypatch, arguments):
 
 
 def test_the_command_line_wants_sizes_of_the_call(call):
-    code, _, err = call("explain", "64x512", "--call", "thin_gemm")
-    assert code == 1 and "sizes are given as m, n; thin_gemm has m, n, k" in err
+    code, _, err = call("explain", "64x512x64", "--call", "thin_gemm", "--heads", "8")
+    assert code == 1 and "sizes are given as m, n, k, heads; thin_gemm has m, n, k" in err
     code, _, err = call("explain", "64x512x64", "--call", "cast_both")
     assert code == 1 and "cast_both is not explained: one kernel for each dtype" in err

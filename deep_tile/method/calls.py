@@ -1,7 +1,7 @@
 """`explain`: which kernel a call gets, how long it takes, how far that is from the limit, and why.
 
-Called by the command line and, through `deep_tile.explain`, by users. A product without a name, or groups of one, is
-derived without torch; a call by its name from the operation's description (described.py).
+Called by the command line and users. A product of no more than sizes and dtype is derived without torch, all else from
+an operation's description (described.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GroupsExplanation = Explanation
 def explain(
     m: int,
     n: int,
-    k: int | None = None,
+    k: int,
     *,
     call: str | None = None,
     dtype: str | torch.dtype | None = None,
@@ -47,22 +47,20 @@ def explain(
 
     Args:
         m, n, k: sizes in `out[m, n] = a[m, k] @ b[n, k].T`, in elements. Of groups m is the mean rows of one; of
-            gradients weights are [n, k] and tokens m. A call on one matrix has m rows, n columns and no k; `combine`
-            adds up k rows. Logits have m queries, n keys and heads of k elements.
-        call: an operation's name, as for `supports`, or any other in docs/operations.md. None: the product of such
-            operands, also of a dtype without kernels.
-        dtype: the operands': a torch.dtype, or the name of a kind, as for `precompile`; by default the call's first,
-            FP8 without one. "tf32" and others have no kernels; only tiles are derived. Of `thin_gemm` b's.
+            gradients weights are [n, k] and tokens m; of logits m queries meet n keys of k elements.
+        call: an operation's name, as for `supports`, or another in docs/operations.md. None: the product of such
+            operands.
+        dtype: the operands', of `thin_gemm` b's: a torch.dtype or the name of a kind, as for `precompile`; by default
+            the call's first, or FP8. Without a call, also a dtype that has no kernels, such as "tf32": only tiles are
+            derived.
         hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name for such a GPU, or a
             `deep_tile.select.hardware.Hardware`, e.g. a preset changed by `with_numbers`.
         num_sms: SMs to use; by default all.
         output, bias: formats of result and bias: a torch.dtype, or "bf16", "fp16", "fp32"; by default the call's, and
             no bias.
         activation: as for `fp8_gemm`. Times are without activation and bias.
-        layout: for 16-bit operands, as for `supports`.
-        grouping: "offs", "counts" or "k_offs", as for `supports`; by default the call's first.
-        groups: how many groups, or sequences of a paged cache.
-        heads: of a query of logits.
+        layout, grouping: as for `supports`; by default K-major operands, and the call's first grouping.
+        groups, heads: how many groups, or sequences of a paged cache; heads of a query of logits.
 
     Returns:
         JSON-ready data. `config` is the kernel's name, `why` a sentence; `walls` the problem's and the choice's, each
@@ -91,7 +89,7 @@ def explain_groups(
 
 
 def derivation(
-    m: int, n: int, k: int | None = None, *, dtype=None, hardware="H200", num_sms=None, groups=None, heads=None, **made
+    m: int, n: int, k: int, *, dtype=None, hardware="H200", num_sms=None, groups=None, heads=None, **made
 ) -> Derivation | Answer:
     """The facts behind `explain`; arguments and errors as there."""
     gpu, plain = named(hardware), {"bias": "none", "activation": "none", "layout": "nt"}
@@ -99,8 +97,8 @@ def derivation(
     if made or groups is not None or heads is not None:
         from deep_tile.method import described
 
-        sizes = {"m": m, "n": n, "k": k, "groups": groups, "heads": heads}
-        sizes = {name: size for name, size in sizes.items() if size is not None}
+        of_call = {"groups": groups, "heads": heads}
+        sizes = {"m": m, "n": n, "k": k} | {name: size for name, size in of_call.items() if size is not None}
         return described.derivation(sizes, gpu, num_sms, **made, **{} if dtype is None else {"dtype": dtype})
     num_sms = gpu.num_sms if num_sms is None else num_sms
     check_sizes(m=m, n=n, k=k, num_sms=num_sms)

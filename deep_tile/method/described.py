@@ -47,12 +47,13 @@ def derivation(
     sizes: dict[str, int], gpu: Hardware, num_sms: int | None, *, call: str | None = None, **made
 ) -> Derivation | Answer:
     """The facts behind `explain`; `made` are its other keywords, if they are given."""
-    check_sizes(**sizes, num_sms=num_sms or gpu.num_sms)
-    if num_sms is not None and num_sms > gpu.num_sms:
+    num_sms = gpu.num_sms if num_sms is None else num_sms
+    check_sizes(**sizes, num_sms=num_sms)
+    if num_sms > gpu.num_sms:
         raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
     operation = call and operation_of(call)
     if operation is None or operation.groupings:
-        problem, asked = product(sizes, num_sms or gpu.num_sms, call=call, **made)
+        problem, asked = product(sizes, num_sms, call=call, **made)
         problem, besides = _with_others(problem, asked, gpu)
         if problem.groups is not None:
             return of_groups.derive(problem, gpu, besides)
@@ -61,7 +62,7 @@ def derivation(
     dtype, out_dtype = (_DTYPES.get(name_of(made.get(name)), made.get(name)) for name in ("dtype", "output"))
     m, n, k, groups, heads = (sizes.get(name, 1) for name in ("m", "n", "k", "groups", "heads"))
     asked = Sizes(m, n, k, None, dtype, out_dtype, (None, None), "nt", "none", groups, heads)
-    found, num_sms = operation.predicted(asked, num_sms, gpu), num_sms or gpu.num_sms
+    found = operation.predicted(asked, num_sms, gpu)
     limits = report.limits(found.flops, found.tflops, found.bytes_moved, gpu)
     title = f"{call}: {', '.join(f'{name} = {size}' for name, size in sizes.items())} on {num_sms} SMs of {gpu.name}"
     candidates = [{"name": name, "time_us": us} for name, us in found.candidates]

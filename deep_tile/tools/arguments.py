@@ -42,9 +42,9 @@ def sizes(text: str, names: str = "MxNxK", example: str = "4096x7168x2048") -> t
     return tuple(map(positive, parts))
 
 
-def sizes_of(text: str, fewest: str) -> tuple[int, ...]:
-    """MxNxK, or two of these: a weight's NxK, or a matrix's MxN."""
-    return sizes(text, fewest, "7168x2048") if text.count("x") == 1 else sizes(text)
+def weight_or_sizes(text: str) -> tuple[int, ...]:
+    """A weight's NxK, or MxNxK."""
+    return sizes(text, "NxK", "7168x2048") if text.count("x") == 1 else sizes(text)
 
 
 def positive_number(text: str) -> float:

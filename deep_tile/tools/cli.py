@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from deep_tile.tools.arguments import (
     hardware_of,
     positive,
     sizes,
-    sizes_of,
+    weight_or_sizes,
 )
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
 from deep_tile.tools.console import PROGRAM, new_console, remedy_for_missing, tflops_text
@@ -94,8 +93,6 @@ def _joined(arguments: list[str]) -> list[str]:
 
 
 def explain(options: argparse.Namespace) -> int:
-    if len(options.shape) == 2 and options.call is None:
-        options.refuse(f"{'x'.join(map(str, options.shape))!r} is not MxNxK, such as 4096x7168x2048")
     if options.train and (options.call, options.groups, options.dtype) not in ((None, None, None), (None, None, "fp8")):
         options.refuse("--train compares the FP8 and BF16 layers of a weight; leave --call, --groups and --dtype out")
     names = ["call", "dtype", "num_sms", "output", "bias", "activation", "layout", "grouping", "groups", "heads"]
@@ -235,8 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--experts", action="store_true", help="Qwen3-30B-A3B's experts instead")
 
     command = add("explain", explain, "which kernel a product of [M, K] and [N, K], or another call, gets, and why")
-    text = "with --groups, M is the mean rows of a group; a call on one matrix has MxN"
-    command.add_argument("shape", type=partial(sizes_of, fewest="MxN"), metavar="MxNxK", help=text)
+    command.add_argument("shape", type=sizes, metavar="MxNxK", help="with --groups, M is the mean rows of a group")
     text = "an operation's name; default: the product of such operands"
     command.add_argument("--call", choices=[name for name in OPS if name not in PRIVATE], metavar="NAME", help=text)
     command.add_argument("--groups", type=positive, metavar="G", help="how many groups, or sequences of a paged cache")
@@ -290,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("tune", tune, "time configs on this GPU and keep the fastest for each shape")
     tokens = ", ".join(map(str, TOKENS_TO_TUNE))
     text = f"a product, or NxK for a weight with M of {tokens}; with --groups, M is the mean rows of a group"
-    command.add_argument("shape", type=partial(sizes_of, fewest="NxK"), nargs="*", metavar="MxNxK", help=text)
+    command.add_argument("shape", type=weight_or_sizes, nargs="*", metavar="MxNxK", help=text)
     text = "with a line MxNxK for each product"
     command.add_argument("--shapes", type=_shapes_file, default=[], metavar="FILE", help=text)
     text = "of the product; those of other FP8 formats share its results; default: %(default)s"
