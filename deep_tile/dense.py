@@ -119,9 +119,6 @@ class Product(Operation):
         options = options._replace(num_sms=num_sms, **self._defaults)
         return self.problem(self.with_outs(given, options), options)._replace(kind=asked.kind.name)
 
-    def problem(self, given: Given, options) -> GemmProblem:
-        raise NotImplementedError
-
     def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
         """Every config that problems like `of_all` in these layouts can be given for m up to `max_m`."""
         return {config for layout in layouts for config in configs_of(of_all._replace(layout=layout))}

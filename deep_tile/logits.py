@@ -49,6 +49,7 @@ _PAGED_SHAPES = {
     "q": ("batch", "n", "heads", "head_dim"),
     "cache": ("pages", "64", "1", "head_dim + 4"),
     "weights": ("batch * n", "heads"),
+    "lengths": ("batch", "n"),
     "block_table": ("batch", "table_columns"),
     "out": ("batch * n", "columns"),
 }
@@ -163,7 +164,7 @@ class Logits(Operation):
 
     def shapes_of(self, given: Given) -> dict[str, tuple[str, ...]]:
         """The names of each tensor's sizes."""
-        return _SHAPES
+        return self.shapes
 
     def size(self, given: Given) -> tuple[int, int]:
         """Rows of the result, and its columns where the call does not say."""
@@ -262,14 +263,16 @@ class Logits(Operation):
         keys = Keys(1, len(kv), kv.stride(0) if len(kv) > 1 else head_dim, 0, 0)
         return self.launch(kernel, layout, q, keys, options)
 
-    sizes = "m n k heads"
-
-    def shapes_without_memory(self, asked: checks.Sizes) -> list[tuple[int, ...]]:
-        sizes = {"rows": asked.m, "keys": asked.n, "heads": asked.heads, "head_dim": asked.k}
-        return [tuple(map(sizes.get, _SHAPES[name])) for name in self.names[:-1]]
+    sizes, shapes = "m n k heads", _SHAPES
 
     def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
-        shapes = zip(self.names, self.shapes_without_memory(asked), strict=False)
+        """m queries, of each sequence if there are groups, and n keys of k elements."""
+        m, n, k, batch = asked.m, asked.n, asked.k, asked.groups
+        pages = ceil_div(n, LOGITS_TILE)
+        sizes = {"rows": m, "keys": n, "heads": asked.heads, "head_dim": k, "64": LOGITS_TILE, "1": 1, "batch": batch}
+        sizes |= {"n": m, "batch * n": batch * m, "pages": batch * pages, "table_columns": pages}
+        sizes |= {"head_dim + 4": k + SCALE_BYTES}
+        shapes = ((name, [sizes[size] for size in self.shapes[name]]) for name in self.names[:-1])
         made = (torch.empty(shape, dtype=_DTYPES[name][0], device="meta") for name, shape in shapes)
         return (*made, None), Options(**self._defaults, out_dtype=asked.out_dtype)
 
@@ -292,20 +295,14 @@ class Logits(Operation):
 class PagedLogits(Logits):
     """`paged_mqa_logits`: on q, cache, weights, lengths, block_table and out."""
 
-    sizes = "m n k heads groups"
-
-    def shapes_without_memory(self, asked: checks.Sizes) -> list[tuple[int, ...]]:
-        """With a sequence's queries for m, its keys for n, and sequences for groups."""
-        batch, pages, row_bytes = asked.groups, ceil_div(asked.n, LOGITS_TILE), asked.k + SCALE_BYTES
-        q, cache = (batch, asked.m, asked.heads, asked.k), (batch * pages, LOGITS_TILE, 1, row_bytes)
-        return [q, cache, (batch * asked.m, asked.heads), (batch,), (batch, pages)]
+    sizes, shapes = "m n k heads groups", _PAGED_SHAPES
 
     def size(self, given: Given) -> tuple[int, int]:
         batch, n, _, _ = given[0].shape
         return batch * n, LOGITS_TILE * given[4].shape[1]
 
     def shapes_of(self, given: Given) -> dict[str, tuple[str, ...]]:
-        return _PAGED_SHAPES | {"lengths": ("batch", "n") if given[3].dim() == 2 else ("batch",)}
+        return self.shapes if given[3].dim() == 2 else self.shapes | {"lengths": ("batch",)}
 
     def check_strides(self, named: dict) -> None:
         q, cache = named["q"], named["cache"]

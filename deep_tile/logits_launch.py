@@ -155,7 +155,7 @@ def predict(
     kernel: LogitsKernel, rows: int, batch_rows: int, keys: int, bytes_moved: int, num_sms: int, hardware: Hardware
 ) -> Prediction:
     """The prediction for `batch_rows` of the rows with so many keys for each sequence, all of which count."""
-    sizes, tflops = (keys, kernel.head_dim), hardware.tflops("fp8")
+    sizes, tflops, launch_us = (keys, kernel.head_dim), hardware.tflops("fp8"), hardware.stream_us
     done = product_flops(rows // batch_rows * _multiplied(kernel, batch_rows) * kernel.heads, *sizes)
     share = _TENSOR_SHARES[kernel.heads] * num_sms / hardware.num_sms
     terms = {
@@ -164,13 +164,12 @@ def predict(
     }
     bound, least_us = max(terms.items(), key=lambda term: term[1])
     whole_us = sum(us**_OVERLAP for us in terms.values()) ** (1 / _OVERLAP)
-    parts = [("launch and ramp", hardware.stream_us), (bound, least_us), ("what they do not hide", whole_us - least_us)]
-    why = (
-        f"{kernel.name} multiplies {kernel.block_queries} queries at once, for so many that share keys; bound by "
-        f"{bound}. Constants are an H100's of 2026-11-26."
-    )
+    parts = [("launch and ramp", launch_us), (bound, least_us), ("what they do not hide", whole_us - least_us)]
+    queries = f"{kernel.block_queries} of the queries that share keys"
+    why = f"{kernel.name} multiplies {queries} at once; bound by {bound}. Constants are an H100's (2026-11-26)."
     flops = product_flops(rows * kernel.heads, *sizes)
-    return Prediction([(kernel.name, hardware.stream_us + whole_us)], parts, bytes_moved, flops, tflops, why)
+    times = [{"name": kernel.name, "time_us": launch_us + whole_us}]
+    return Prediction(times, parts, bytes_moved, flops, tflops, why)
 
 
 def prepare(

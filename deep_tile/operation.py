@@ -173,15 +173,6 @@ class Operation(ops.Op):
         """The time of a checked call on meta tensors, whose results are among them."""
         raise NotImplementedError
 
-    def predicted(self, asked, num_sms: int, hardware: Hardware) -> Prediction:
-        """The time of a call with such `checks.Sizes` on so many SMs."""
-        given, options = self.without_memory(asked)
-        self.check(given, options)
-        self.check_memory(given, options)
-        given = self.with_outs(given, options)
-        moved = sum(x.nbytes for x in given if x is not None)
-        return self.predict(given, options._replace(num_sms=num_sms), moved, hardware)
-
     def with_outs(self, given: Given, options) -> Given:
         """`given` with fake results where it has none."""
         if given[self._first_out] is not None:

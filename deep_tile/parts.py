@@ -196,27 +196,23 @@ _BOUND = 0.75
 
 
 def predict(product: Product, room: Room, bytes_moved: int, hardware: Hardware) -> Prediction:
-    """By what an H100 takes: of its K blocks no less than their operations take at the tensor cores' rate under
-    load."""
+    """By what an H100 takes; K blocks take no less than their operations at the tensor cores' rate under load."""
     flops = product_flops(product.m, product.n, product.k) * product.matrices * product.terms
-    tensor_us, memory_us = flops / hardware.tflops("bf16") / 1e6, bytes_moved / H100_SXM.hbm_tbps / 1e6
+    tflops, memory_us = hardware.tflops("bf16"), bytes_moved / H100_SXM.hbm_tbps / 1e6
     clock = hardware.clock_mhz / H100_SXM.clock_mhz
 
-    def parts_of(choice: Choice) -> list[tuple[str, float]]:
+    def took(choice: Choice) -> tuple[float, float, float]:
         begin, loop, summed = (clocks / _CLOCKS_PER_US for clocks in _clocks(product, *choice, room))
         faster = hardware.hbm_tbps / H100_SXM.hbm_tbps if memory_us > _BOUND * loop else clock
-        took = begin / clock, max(loop / faster, tensor_us), summed / clock
-        return list(zip(("launch, split and fill", "K blocks", "adding K parts"), took, strict=True))
+        return begin / clock, max(loop / faster, flops / tflops / 1e6), summed / clock
 
     best = choose(product, room)
-    times = {choice: sum(us for _, us in parts_of(choice)) for choice in _choices(product)}
-    ranked = sorted(times, key=lambda choice: (choice != best, times[choice]))
-    candidates = [(f"{choice.kernel.name} in {choice.parts} K parts", times[choice]) for choice in ranked]
-    why = (
-        f"{candidates[0][0]}, {units(best.kernel, product, best.parts)} tiles in all, has the shortest predicted time, "
-        "an H100's of 2026-11-26, scaled by bandwidth where memory binds, else by clock."
-    )
-    return Prediction(candidates, parts_of(best), bytes_moved, flops, hardware.tflops("bf16"), why)
+    ranked = sorted(_choices(product), key=lambda choice: (choice != best, sum(took(choice))))
+    names = [f"{kernel.name} in {count} K parts" for kernel, count in ranked]
+    times = [{"name": name, "time_us": sum(took(choice))} for name, choice in zip(names, ranked, strict=True)]
+    parts = list(zip(("launch, split and fill", "K blocks", "adding K parts"), took(best), strict=True))
+    why = f"{names[0]} has the shortest predicted time, an H100's (2026-11-26), scaled by bandwidth or clock."
+    return Prediction(times, parts, bytes_moved, flops, tflops, why)
 
 
 def prepare(

@@ -169,7 +169,7 @@ def test_bytes_and_operations_of_calls_are_counted():
     limits = deep_tile.explain(rows, keys, 128, call="paged_mqa_logits", heads=heads, groups=sequences)["limits"]
     queries = sequences * rows
     pages = sequences * keys // 64
-    moved = queries * heads * (128 + 4) + pages * 64 * 132 + sequences * 4 + pages * 4 + queries * keys * 4
+    moved = queries * heads * (128 + 4) + pages * 64 * 132 + queries * 4 + pages * 4 + queries * keys * 4
     assert limits["HBM"] == pytest.approx(moved / H200.hbm_tbps / 1e6)
     assert limits["tensor cores"] == pytest.approx(2 * queries * keys * heads * 128 / H200.tflops("fp8") / 1e6)
     limits = deep_tile.explain(100, 24, 4096, call="prenorm_gemm")["limits"]

@@ -8,48 +8,40 @@ from rich.console import Console
 
 from deep_tile.method import report
 from deep_tile.select.hardware import Hardware
+from deep_tile.select.streaming import Prediction
 
 
 class Answer(NamedTuple):
-    """A question and its answer, without walls.
-
-    Attributes:
-        title, problem, dtype, hardware, m: what was asked, in words and as data.
-        limits, flops: of the problem without padding.
-        candidates: {name, time_us, ...}, the choice first.
-        parts: (what, us), which add up to the call's time.
-        why: a sentence.
-    """
+    """What was asked, in words and as data, and what was found."""
 
     title: str
     problem: dict[str, object]
     dtype: str
     hardware: Hardware
     m: int
-    limits: list[report.Limit]
-    flops: int
-    candidates: list[report.Row]
-    parts: list[tuple[str, float]]
-    why: str
+    found: Prediction
+
+    @property
+    def limits(self) -> list[report.Limit]:
+        return report.limits(self.found.flops, self.found.tflops, self.found.bytes_moved, self.hardware)
 
 
 def as_data(answer: Answer) -> report.Explanation:
-    _, *asked, limits, _, candidates, parts, why = answer
-    return report.data(*asked, limits, why, dict(parts), candidates)
+    _, *asked, found = answer
+    return report.data(*asked, answer.limits, found.why, dict(found.parts), found.candidates)
 
 
 def show(answer: Answer, console: Console, most: int | None) -> None:
     """Print it; `most` candidates at most, None: all."""
-    first, *_ = shown = answer.candidates[:most]
-    us = sum(us for _, us in answer.parts)
-    report.headline(console, answer.title, first["name"], us, answer.limits, answer.flops)
-    console.print("", f"Why: {answer.why}", "", sep="\n")
+    found, shown = answer.found, answer.found.candidates[:most]
+    name, best_us, *_ = shown[0].values()
+    report.headline(console, answer.title, name, sum(us for _, us in found.parts), answer.limits, found.flops)
+    console.print("", f"Why: {found.why}", "", sep="\n")
     console.print(report.limit_table(answer.limits), "")
-    others = [name for name in first if name not in ("name", "time_us")]
-    title = f"{len(shown)} of {len(answer.candidates)} candidates"
+    _, _, *others = shown[0]
+    title = f"{len(shown)} of {len(found.candidates)} candidates"
     made = report.table("kernel", "us", "over best", *others, title=title, spare=(*others[::-1],))
-    for row in shown:
-        over = f"{row['time_us'] / first['time_us'] - 1:.1%}"
-        made.add_row(row["name"], f"{row['time_us']:.1f}", over, *(str(row[name]) for name in others))
+    for name, us, *sizes in map(dict.values, shown):
+        made.add_row(name, f"{us:.1f}", f"{us / best_us - 1:.1%}", *map(str, sizes))
     console.print(made, "")
-    console.print(report.component_table(answer.parts))
+    console.print(report.component_table(found.parts))

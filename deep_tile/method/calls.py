@@ -48,16 +48,14 @@ def explain(
     Args:
         m, n, k: sizes in `out[m, n] = a[m, k] @ b[n, k].T`, in elements. Of groups m is the mean rows of one; of
             gradients weights are [n, k] and tokens m; of logits m queries meet n keys of k elements.
-        call: an operation's name, as for `supports`, or another in docs/operations.md. None: the product of such
-            operands.
+        call: an operation's name, of those in docs/operations.md. None: the first product of such operands.
         dtype: the operands', of `thin_gemm` b's: a torch.dtype or the name of a kind, as for `precompile`; by default
             the call's first, or FP8. Without a call, also a dtype that has no kernels, such as "tf32": only tiles are
             derived.
         hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name for such a GPU, or a
             `deep_tile.select.hardware.Hardware`, e.g. a preset changed by `with_numbers`.
         num_sms: SMs to use; by default all.
-        output, bias: formats of result and bias: a torch.dtype, or "bf16", "fp16", "fp32"; by default the call's, and
-            no bias.
+        output, bias: of result and bias, a torch.dtype, "bf16", "fp16" or "fp32"; by default the call's, and no bias.
         activation: as for `fp8_gemm`. Times are without activation and bias.
         layout, grouping: as for `supports`; by default K-major operands, and the call's first grouping.
         groups, heads: how many groups, or sequences of a paged cache; heads of a query of logits.
@@ -67,13 +65,12 @@ def explain(
         {name, value, limit, unit, holds, reason}; `limits` the us of HBM and tensor cores alone; `candidates` all
         kernels in the selector's order, with predicted times in us, waves, registers, shared memory and stages_min,
         stages_max; `rejected` the tiles that hit a wall; `predicted` the call's time by components in us; `measured` a
-        stored measurement or None; `hardware` every number used, with its source. Groups, and calls but products,
-        have no walls.
+        stored measurement or None; `hardware` every number used, with its source. Only dense products have walls.
 
     Raises:
         TypeError: a size is no int, or hardware or dtype no name.
-        ValueError: what the call refuses; unknown names, a size that is not positive or not the call's, more SMs than
-            there are, no tile passes the hardware's walls, or the operation is not explained.
+        ValueError: what the call refuses; names, sizes or an operation that `explain` does not know; more SMs than
+            there are; or no tile passes the hardware's walls.
     """
     asked = {"call": call, "dtype": dtype, "hardware": hardware, "num_sms": num_sms, "output": output, "bias": bias}
     asked |= {"activation": activation, "layout": layout, "grouping": grouping, "groups": groups, "heads": heads}
@@ -83,8 +80,7 @@ def explain(
 def explain_groups(
     groups: int, rows: int, n: int, k: int, *, kind: str | torch.dtype = "fp8", **asked: Any
 ) -> GroupsExplanation:
-    """`explain(rows, n, k, groups=groups, dtype=kind, ...)`: which kernel groups get, by `grouping` "offs" without
-    another; `candidates` have `rows`, tile rows per group, or K blocks."""
+    """`explain(rows, n, k, groups=groups, dtype=kind, ...)`; `candidates` have `rows`, a group's with padding."""
     return as_data(derivation(rows, n, k, groups=groups, dtype=kind, **asked))
 
 

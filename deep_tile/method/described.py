@@ -13,7 +13,6 @@ from deep_tile.config import check_sizes, round_up
 from deep_tile.discovery import OPS, PRIVATE
 from deep_tile.kinds import EVERY_KIND, QUANTIZED, S8, USUAL, name_of
 from deep_tile.method import groups as of_groups
-from deep_tile.method import report
 from deep_tile.method.answers import Answer
 from deep_tile.method.roofline import Derivation, derive
 from deep_tile.operation import OPERATIONS, Operation
@@ -33,10 +32,9 @@ def operation_of(call: str) -> Operation:
     if call not in known:
         raise ValueError(f"call is {call!r}; pass one of {', '.join(known)}")
     import_module(f"deep_tile.{OPS[call]}")
-    operation = OPERATIONS[call]
-    if not is_explained(operation):
-        raise ValueError(f"{call} is not explained: {operation.unexplained}")
-    return operation
+    if not is_explained(OPERATIONS[call]):
+        raise ValueError(f"{call} is not explained: {OPERATIONS[call].unexplained}")
+    return OPERATIONS[call]
 
 
 def is_explained(operation: Operation) -> bool:
@@ -62,12 +60,14 @@ def derivation(
     dtype, out_dtype = (_DTYPES.get(name_of(made.get(name)), made.get(name)) for name in ("dtype", "output"))
     m, n, k, groups, heads = (sizes.get(name, 1) for name in ("m", "n", "k", "groups", "heads"))
     asked = Sizes(m, n, k, None, dtype, out_dtype, (None, None), "nt", "none", groups, heads)
-    found = operation.predicted(asked, num_sms, gpu)
-    limits = report.limits(found.flops, found.tflops, found.bytes_moved, gpu)
+    given, options = operation.without_memory(asked)
+    operation.check(given, options)
+    operation.check_memory(given, options)
+    given = operation.with_outs(given, options)
+    moved = sum(x.nbytes for x in given if x is not None)
     title = f"{call}: {', '.join(f'{name} = {size}' for name, size in sizes.items())} on {num_sms} SMs of {gpu.name}"
-    candidates = [{"name": name, "time_us": us} for name, us in found.candidates]
-    problem = {"call": call, **sizes, "num_sms": num_sms}
-    return Answer(title, problem, call, gpu, m, limits, found.flops, candidates, found.parts, found.why)
+    problem, found = {"call": call, **sizes, "num_sms": num_sms}, options._replace(num_sms=num_sms)
+    return Answer(title, problem, call, gpu, m, operation.predict(given, found, moved, gpu))
 
 
 def product(

@@ -12,6 +12,7 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select import tuned
 from deep_tile.select.choose import grouped_candidates
 from deep_tile.select.hardware import Hardware
+from deep_tile.select.streaming import Prediction
 from deep_tile.walls import product_flops
 
 
@@ -32,27 +33,23 @@ def derive(problem: GemmProblem, gpu: Hardware, besides: list[tuple[str, float]]
     ]
     what = "K blocks" if groups.layout == "k_offs" else "tiles"
     texts = [f"{row['time_us']:.1f} us, with {what} of {row['rows']} rows for a group of {rows}" for row in candidates]
-    asked = problem._asdict() | {"groups": groups._asdict()}, problem.kind, gpu, rows
+    flops, moved = product_flops(groups.count * rows, n, k), _bytes(problem)
+    parts, why = [("product", candidates[0]["time_us"]), *besides], report.reason(candidates, texts)
     return Answer(
         f"{groups.count} groups of {rows}x{n}x{k} in {problem.product.family} on {problem.num_sms} SMs of {gpu.name}",
-        *(*asked, limits(problem, gpu), 0, candidates, [("product", candidates[0]["time_us"]), *besides]),
-        report.reason(candidates, texts),
+        *(problem._asdict() | {"groups": groups._asdict()}, problem.kind, gpu, rows),
+        Prediction(candidates, parts, moved, flops, gpu.tflops(problem.kind), why),
     )
 
 
-def limits(problem: GemmProblem, gpu: Hardware) -> list[report.Limit]:
-    """For all rows without padding, every group's weights read once."""
+def _bytes(problem: GemmProblem) -> int:
+    """Of all rows without padding, every group's weights once."""
     count, rows = problem.groups.count, problem.groups.count * problem.groups.expected_rows
-    product, (of_out, of_k) = problem.product, problem.weight
+    product = problem.product
     if problem.groups.layout == "k_offs":  # gradients are read and written
-        first = (problem.m + problem.n) * (rows + 4 * ceil_div(rows, SCALE_BLOCK))
-        second = 2 * count * problem.m * problem.n * problem.out.bytes
-        what = "operands", "gradients"
-    else:
-        scales_of_row = 4 * (ceil_div(problem.k, SCALE_BLOCK) if product.block_scales else product.row_scales)
-        scaled_rows = ceil_div(problem.n, SCALE_BLOCK) if product.block_scales else problem.n
-        first = count * (problem.n * problem.k * product.b.bytes + scaled_rows * scales_of_row)
-        second = rows * (problem.k * product.a.bytes + scales_of_row + problem.n * problem.out.bytes)
-        what = "weights", "rows"
-    moved = f"({first:.3e} bytes of {what[0]} + {second:.3e} of {what[1]})"
-    return report.limits(product_flops(rows, of_out, of_k), gpu.tflops(problem.kind), first + second, gpu, moved)
+        operands = (problem.m + problem.n) * (rows + 4 * ceil_div(rows, SCALE_BLOCK))
+        return operands + 2 * count * problem.m * problem.n * problem.out.bytes
+    scales_of_row = 4 * (ceil_div(problem.k, SCALE_BLOCK) if product.block_scales else product.row_scales)
+    scaled_rows = ceil_div(problem.n, SCALE_BLOCK) if product.block_scales else problem.n
+    weights = count * (problem.n * problem.k * product.b.bytes + scaled_rows * scales_of_row)
+    return weights + rows * (problem.k * product.a.bytes + scales_of_row + problem.n * problem.out.bytes)

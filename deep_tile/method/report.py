@@ -67,30 +67,22 @@ class Explanation(TypedDict):
     rejected: list[Row]
 
 
-class Limit(NamedTuple):
-    """What memory or tensor cores alone would take."""
-
-    name: str
-    us: float
-    arithmetic: str
+Limit = tuple[str, float, str]
+"""What memory or tensor cores alone would take: which, microseconds and their arithmetic."""
 
 
-def limits(flops: int, tflops: float, bytes_moved: float, gpu: Hardware, what: str = "") -> list[Limit]:
-    """Those of HBM and, for any `flops`, of tensor cores at the rate under load; `what`: the bytes."""
-    hbm = f"{what or f'{bytes_moved:.3e} bytes'} / {gpu.hbm_tbps:.3g} TB/s"
-    found = [Limit("HBM", bytes_moved / gpu.hbm_tbps / 1e6, hbm)]
-    if flops:
-        found.append(Limit("tensor cores", flops / tflops / 1e6, f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS"))
-    return found
+def limits(flops: int, tflops: float, bytes_moved: float, gpu: Hardware) -> list[Limit]:
+    """Those of HBM, and of tensor cores at the rate under load."""
+    hbm, tensor = f"{bytes_moved:.3e} bytes / {gpu.hbm_tbps:.3g} TB/s", f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS"
+    return [("HBM", bytes_moved / gpu.hbm_tbps / 1e6, hbm), ("tensor cores", flops / tflops / 1e6, tensor)]
 
 
-def data(
-    problem: dict, dtype: str, gpu: Hardware, m: int, limits: list[Limit], why: str, predicted: dict, candidates: list
-) -> Explanation:
-    """An explanation without walls."""
+def data(problem: dict, dtype: str, gpu: Hardware, m: int, limits: list[Limit], *found) -> Explanation:
+    """An explanation without walls; `found` are why, the predicted times and the candidates."""
+    why, predicted, candidates = found
     return {
         **{"problem": problem, "dtype": dtype, "hardware": hardware_data(gpu), "decided_for_m": m},
-        **{"config": candidates[0]["name"], "why": why, "walls": [], "limits": {each.name: each.us for each in limits}},
+        **{"config": candidates[0]["name"], "why": why, "walls": [], "limits": {name: us for name, us, _ in limits}},
         **{"predicted": predicted, "measured": None, "candidates": candidates, "rejected": []},
     }
 
@@ -230,22 +222,16 @@ def show(derived: Derivation, console: Console, most: int | None) -> None:
 
 
 def headline(
-    console: Console,
-    title: str,
-    kernel: str,
-    us: float,
-    limits: list[Limit],
-    flops: int,
-    said: Iterable[str] = (),
+    console: Console, title: str, kernel: str, us: float, limits: list[Limit], flops: int, said: Iterable[str] = ()
 ) -> None:
     """Kernel, time and limit."""
     console.print(title, style="bold")
     console.print(f"Kernel:    {kernel}")
-    console.print(f"Predicted: {us:.1f} us" + (f", {flops / us / 1e6:.0f} TFLOPS" if flops else ""))
+    console.print(f"Predicted: {us:.1f} us, {flops / us / 1e6:.0f} TFLOPS")
     for line in said:
         console.print(line)
-    limit = max(limits, key=lambda each: each.us)
-    console.print(f"Limit:     {limit.us:.1f} us ({limit.name} alone); predicted is {us / limit.us:.2f} times that")
+    name, limit_us, _ = max(limits, key=lambda each: each[1])
+    console.print(f"Limit:     {limit_us:.1f} us ({name} alone); predicted is {us / limit_us:.2f} times that")
 
 
 def _limits(derived: Derivation) -> list[Limit]:

@@ -304,17 +304,17 @@ def _reduction(
 
 
 class Prediction(NamedTuple):
-    """What `explain` says of a call whose kernel has no `GemmConfig`.
+    """What `explain` says of groups, and of calls whose kernel has no `GemmConfig`.
 
     Attributes:
-        candidates: (kernel, us), the choice first.
+        candidates: {name, time_us, ...}, the choice first.
         parts: (what, us), which add up to the choice's time.
         bytes_moved: through HBM, each tensor once.
         flops, tflops: of the tensor cores, and their rate under load.
         why: why this kernel, and whose times these are.
     """
 
-    candidates: list[tuple[str, float]]
+    candidates: list[dict]
     parts: list[tuple[str, float]]
     bytes_moved: int
     flops: int

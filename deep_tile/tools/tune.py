@@ -144,8 +144,7 @@ def variants(config: GemmConfig) -> list[GemmConfig]:
 
 
 def _bucket(m: int, n: int, k: int, kind: str = "fp8", output: str | None = None) -> GemmProblem:
-    sizes = {"m": m, "n": n, "k": k}
-    return bucketed(_problem(f"shape {m}x{n}x{k}", sizes, dtype=kind, output=output))
+    return bucketed(_problem(f"shape {m}x{n}x{k}", {"m": m, "n": n, "k": k}, dtype=kind, output=output))
 
 
 def _group_bucket(layout: str, count: int, rows: int, n: int, k: int, kind: str = "fp8") -> GemmProblem:
