@@ -84,7 +84,7 @@ def checked_once(known: dict[tuple, Found], check: Callable[[], Found], recipe: 
 
 
 def _properties(x: torch.Tensor | None) -> tuple | None:
-    return None if x is None else (x.dtype, x.shape, x.get_device(), x.is_cpu)
+    return None if x is None else (x.dtype, x.shape, x.layout, x.get_device(), x.is_cpu)
 
 
 def check_tensors(dtypes: Mapping[str, tuple[torch.dtype, ...]], **given: object) -> None:
