@@ -148,7 +148,7 @@ _READ_SHARE, _OVERLAP = 0.93, 4
 
 _TENSOR_SHARES = {32: 0.75, 64: 0.8, 128: 0.87}
 """The share of the tensor rate under load, by heads in shared memory: a maximum and an FMA for each product bind.
-docs/indexer.md's 9 prefills and 8 decodes are within 13 % of all these, 5 % in the mean (H100, 2026-11-26)."""
+docs/indexer.md's prefills are within 14 %, 3 % on average, its decodes within 9 and 2 % (H100, 2026-11-26)."""
 
 
 def predict(

@@ -188,8 +188,8 @@ def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> tup
 
 
 _CLOCKS_PER_US = 1650
-"""Of an SM under these kernels: the prediction is then within 8 % of docs/thin.md's pre-norm products and 18 % of its
-routers with three terms (H100, 2026-11-26)."""
+"""Of an SM under these kernels: the prediction is then within 7 % of docs/thin.md's pre-norm products, 3 % on average,
+and 19 % of its routers, 7 % on average (H100, 2026-11-26)."""
 
 _BOUND = 0.75
 """The share of K blocks' time that their bytes take at HBM's rate where memory binds."""

@@ -1,7 +1,4 @@
-"""What `explain` derives from an operation's description: the problem that a call of such sizes is, or its prediction.
-
-Called by calls.py and `tune`. Refuses what the call's own checks refuse.
-"""
+"""What `explain` and `tune` derive from an operation's description, by its own checks: a problem, or a prediction."""
 
 from importlib import import_module
 

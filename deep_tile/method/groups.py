@@ -1,8 +1,4 @@
-"""`explain` for grouped GEMMs: which kernel groups with this many rows get, and why.
-
-Called by described.py. Order and predicted times are the selector's; this module only adds arithmetic for readers. No
-GPU, no torch.
-"""
+"""`explain` for grouped GEMMs: the selector's order and predicted times, and arithmetic for readers. No torch."""
 
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.method import report
