@@ -458,7 +458,7 @@ def test_groups_are_collected_by_weight():
         (["--groups", "8"], "give RxNxK beside --groups"),
         (["7168x2048", "--grouping", "counts"], "give --groups G, too"),
         (["8x7168x2048", "--groups", "8", "--wide"], "--wide and --output are not for groups"),
-        (["8x7168x2048", "--groups", "8", "--kind", "fp8_1x128"], "kind is 'fp8_1x128'; with grouping"),
+        (["8x7168x2048", "--groups", "8", "--kind", "fp8_1x128"], "operands are fp8_1x128; grouping 'offs' takes"),
         (["7168x2048", "--output", "int32"], "results of fp8 are bf16, fp16, fp32; --output is int32"),
         (["8x7168x2048", "--groups", "8", "--shapes", "/dev/null"], "has no line MxNxK"),
     ],
