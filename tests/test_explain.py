@@ -153,6 +153,12 @@ def test_plot_wants_a_file_and_no_folder(call, tmp_path, command, folder):
     assert not list(tmp_path.iterdir())
 
 
+def test_plot_is_refused_before_anything_is_shown_where_it_cannot_be_written(call, tmp_path):
+    code, out, err = call("explain", "64x4096x7168", "--plot", f"{tmp_path}/missing/roof.svg")
+    assert (code, out) == (2, "")
+    assert f"is in no folder that exists; make {tmp_path}/missing first" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said", "code"),
     [

@@ -391,10 +391,13 @@ def table(
 
 
 def picture_path(text: str) -> Path:
-    """--plot's argument: the file to draw, a PNG unless its name says otherwise. A folder is refused."""
+    """--plot's argument: the file to draw, a PNG unless its name says otherwise. A folder is refused, and a file in one
+    that does not exist."""
     path = Path(text)
     if path.is_dir() or text.endswith("/"):
         raise ArgumentTypeError(f"{text!r} is a folder; name a file in it, such as {path / 'roofline.png'}")
+    if not path.parent.is_dir():
+        raise ArgumentTypeError(f"{text!r} is in no folder that exists; make {path.parent} first")
     return path if path.suffix else path.with_name(f"{path.name}.png")
 
 
