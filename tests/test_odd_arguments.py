@@ -275,6 +275,18 @@ def test_models_are_modules(call):
             call(model)
 
 
+@pytest.mark.parametrize("sf", [None, 3, [torch.ones(4, 2)], (torch.ones(4, 2), torch.ones(4, 2))], ids=str)
+def test_scales_to_be_laid_out_are_tensors(sf):
+    for call in (
+        deep_gemm.get_mn_major_tma_aligned_tensor,
+        lambda sf: deep_gemm.transform_sf_into_required_layout(sf, 4, 256, (1, 128)),
+    ):
+        with pytest.raises(TypeError, match="sf must be a torch.Tensor"):
+            call(sf)
+    with pytest.raises(TypeError, match="recipe is a.*tuple of ints"):
+        deep_gemm.transform_sf_into_required_layout(torch.ones(4, 2), 4, 256, 128)
+
+
 @pytest.mark.parametrize("tokens", [None, 0, 2.5, "8", True])
 def test_tokens_are_an_int(tokens):
     model = train.convert(torch.nn.Linear(16, 16), lambda *_: True)

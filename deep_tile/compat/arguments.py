@@ -58,11 +58,11 @@ def refuse_sum(c: object) -> None:
 def is_by_rows(recipe: object, recipe_b: object) -> bool:
     """Whether a call asks for 1x128 scales on both operands."""
     if recipe is not None:
-        return _blocks("recipe", recipe) == (1, 1, SCALE_BLOCK)
-    return recipe_b is not None and _blocks("recipe_b", recipe_b) == quantize.TOKEN_BLOCK
+        return blocks_of("recipe", recipe) == (1, 1, SCALE_BLOCK)
+    return recipe_b is not None and blocks_of("recipe_b", recipe_b) == quantize.TOKEN_BLOCK
 
 
-def _blocks(name: str, recipe: object) -> tuple:
+def blocks_of(name: str, recipe: object) -> tuple:
     if not isinstance(recipe, (tuple, list)):
         raise TypeError(f"{name} is {_kind(recipe)}; it must be a tuple of ints, or None")
     return tuple(recipe)
@@ -134,7 +134,7 @@ def check_recipes(
         ("recipe_a", recipe_a, quantize.TOKEN_BLOCK),
         ("recipe_b", recipe_b, of_b),
     ):
-        if given is not None and _blocks(name, given) != wanted:
+        if given is not None and blocks_of(name, given) != wanted:
             raise ValueError(f"{name} is {given}; on Hopper it is {wanted} or None. Quantise with such blocks")
 
 

@@ -6,7 +6,7 @@ Called by engines through deep_gemm.py beside it.
 import torch
 
 from deep_tile import quantize, tensors, transposed
-from deep_tile.compat.arguments import Pair
+from deep_tile.compat.arguments import Pair, blocks_of
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 
 
@@ -20,6 +20,7 @@ def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
 
     deep_tile's products take any strides, so they need no such copy.
     """
+    _require_scale(sf)
     if sf.dtype != torch.float32 or sf.dim() not in (2, 3):
         remedy = "" if sf.dtype in tensors.SCALE_DTYPES else f". To fix: {tensors.scale_remedy('sf', sf)}"
         wanted = "[mn, k] or [g, mn, k] of torch.float32"
@@ -52,11 +53,14 @@ def transform_sf_into_required_layout(
         recipe: a block's (rows, 128), or (rows in a, rows in b, 128) with `is_sfa` to select.
 
     Raises:
+        TypeError: `sf` is no tensor, or `recipe` no tuple.
         ValueError: another recipe, or a shape that does not fit.
     """
+    _require_scale(sf)
+    recipe = blocks_of("recipe", recipe)
     if len(recipe) == 3 and is_sfa is None:
         raise ValueError(f"recipe is {recipe}; with three numbers, is_sfa must say whose scale this is")
-    block = (recipe[0 if is_sfa else 1], recipe[2]) if len(recipe) == 3 else tuple(recipe)
+    block = (recipe[0 if is_sfa else 1], recipe[2]) if len(recipe) == 3 else recipe
     if block not in (quantize.TOKEN_BLOCK, quantize.WEIGHT_BLOCK):
         raise ValueError(f"recipe is {recipe}: blocks of {block}; on Hopper they are 1x128 or 128x128")
     shape = (*([] if num_groups is None else [num_groups]), ceil_div(mn, block[0]), ceil_div(k, block[1]))
@@ -64,6 +68,11 @@ def transform_sf_into_required_layout(
         wanted = f"for mn = {mn}, k = {k} it must be {list(shape)} of float32"
         raise ValueError(f"sf is {list(sf.shape)} of {sf.dtype}; {wanted}")
     return get_mn_major_tma_aligned_tensor(sf) if block == quantize.TOKEN_BLOCK else sf
+
+
+def _require_scale(sf: object) -> None:
+    if not isinstance(sf, torch.Tensor):
+        raise tensors.no_tensor("sf", sf, "pass an operand's scale")
 
 
 def per_token_cast_to_fp8(

@@ -76,7 +76,8 @@ def _drop_weights() -> None:
 def invalidate() -> None:
     """Drop all kept casts, of weights and of inputs: the next pass casts again.
 
-    For code that writes to `weight.data` between two passes of one step, or in kernels of its own: neither shows in a
+    For code that writes to `weight.data` between two passes of one step, to an input's `.data` between two layers that
+    share it, or in kernels of its own: none shows in a
     tensor's version. In-place operations, load_state_dict and optimisers need no call; nor does `.data` written after
     an optimiser's step and before the next pass, as averages of weights and clipping have it.
     """
