@@ -351,7 +351,7 @@ def check_hopper(device: int) -> None:
 
 
 def is_available() -> tuple[bool, str]:
-    """Whether kernels can run here, and if not, why. Never raises. May initialise CUDA.
+    """Say whether kernels can run here, and if not, why, as `(bool, reason)`. Never raises. May initialise CUDA.
 
     False in a process forked after CUDA had started, and after any kernel in this process failed.
     """

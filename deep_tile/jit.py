@@ -123,9 +123,9 @@ class CacheInfo(NamedTuple):
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a kernel, or made one that may hang.
+    """NVRTC could not compile a kernel, or compiled one that may hang.
 
-    The message holds its version and its log, its options and where the source was saved; or the remedy.
+    The message has NVRTC's version, log and options and the path of the saved source, or the remedy.
     """
 
 
@@ -299,7 +299,7 @@ def _count_compilation() -> None:
 
 
 class forbid_compilation:  # noqa: N801, as torch.set_grad_enabled
-    """Let no kernel be compiled in this process from now on: for serving, once everything is ready.
+    """Forbid compiling kernels in this process from now on: for serving, after everything has been precompiled.
 
     A call whose kernel is neither loaded, nor in the cache directory, nor in the wheel then raises RuntimeError instead
     of compiling it; nothing is launched. Loading compiled kernels stays allowed; it takes about a millisecond.
@@ -340,7 +340,7 @@ def _refuse_forbidden(name: str) -> None:
 
 
 def compilations() -> int:
-    """Kernels that this process has compiled so far: unchanged by whatever the cache could serve."""
+    """Return how many kernels this process has compiled so far. Kernels from the cache or the wheel do not count."""
     return _compilations
 
 

@@ -77,15 +77,15 @@ def pack_weight(
 ) -> Packed:
     """Pack a 4-bit weight for `packed_gemm` and `packed_grouped_gemm`.
 
-    For when a model is loaded. All bits stay: `unpack_weight` is the inverse. GEMMs use the FP8 weight that it converts
-    to. MXFP4: the result of `to_blocks`, exact unless scales within a 128x128 block differ by more than 2**14. NVFP4:
-    elements times their group scales, rounded to e4m3. INT4: the integers, exactly.
+    Call it when a model is loaded. No bit is lost: `unpack_weight` is the inverse. GEMMs convert the packed weight to
+    this FP8 weight: for MXFP4 the result of `to_blocks`, exact unless scales within a 128x128 block differ by more than
+    2**14; for NVFP4 elements times their group scales, rounded to e4m3; for INT4 the integers, exactly.
 
     Args:
         weight: [..., n, k / 2] packed, or for MXFP4 [..., n, k / 32, 16], as for `to_blocks`; n a multiple of 16.
         scale: for MXFP4 [..., n, k / 32] float8_e8m0fnu, its bytes, or powers of two in a wider dtype; for NVFP4 [...,
             n, k / 16] float8_e4m3fn or its bytes, not negative; for INT4 [..., n, k / 128] float32, bfloat16 or
-            float16, or one per 32 or 64 elements, equal within each K block of 128.
+            float16, or one per 32 or 64 elements that is equal within each 128.
         format: "mxfp4", "nvfp4", "int4_32", "int4_64" or "int4_128". None: derived from dtypes and shapes, if
             unambiguous; INT4 must be named.
         global_scale: for NVFP4, as for `to_blocks`.
@@ -137,7 +137,7 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
 
     Args:
         weight, scale: a `Packed`.
-        k: elements per row; None: all in its K blocks.
+        k: elements per row; None: all elements of its K blocks.
 
     Returns:
         `Unpacked`: weight, scale and, for NVFP4, the global scale.

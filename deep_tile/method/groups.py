@@ -102,8 +102,7 @@ def explain_groups(
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
 ) -> GroupsExplanation:
-    """Which kernel `fp8_grouped_gemm`, or another grouped GEMM, takes for groups with this many rows, and why. No GPU
-    is needed.
+    """Explain which kernel a grouped GEMM gets for groups with this many rows, and why. No GPU is needed.
 
     Args:
         groups: how many there are.

@@ -130,7 +130,7 @@ def explain(
     activation: str = "none",
     layout: str = "nt",
 ) -> Explanation:
-    """Which kernel a product gets on a GPU, and why. No GPU is needed.
+    """Explain which kernel a GEMM gets on a GPU, and why. No GPU is needed.
 
     Args:
         m, n, k: sizes in `out[m, n] = a[m, k] @ b[n, k].T`, in elements.
