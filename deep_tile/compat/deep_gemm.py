@@ -751,7 +751,7 @@ _displaced: dict[str, ModuleType] = {}
 
 
 def install(force: bool = False) -> None:
-    """Have `import deep_gemm` find this module, with the submodules that DeepGEMM has, in this process.
+    """Make `import deep_gemm` find this module, with DeepGEMM's submodules, in this process.
 
     Names that are DeepGEMM's alone, such as mega MoE's, are answered by the real one, if it is installed or if
     vLLM brings it along. It is imported when such a name is first asked for. Earlier imports keep the module they have.

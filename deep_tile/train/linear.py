@@ -31,17 +31,17 @@ _FIRST = 6
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, recipe: Recipe = _FP8
 ) -> torch.Tensor:
-    """`x @ weight^T + bias` with all three products in FP8: a linear layer that trains.
+    """`x @ weight^T + bias`, a linear layer whose forward and backward GEMMs run in FP8.
 
-    Differentiable once in `x`, `weight` and `bias`. Under autocast x becomes its dtype first, as
-    `torch.nn.functional.linear` has it. Runs on CPU tensors too, by the operations' definitions.
+    Differentiable once in `x`, `weight` and `bias`. Under autocast x is converted to autocast's dtype first, as in
+    `torch.nn.functional.linear`. CPU tensors are computed by the definitions of the operations.
 
     Args:
         x: [..., k] bfloat16, float16 or float32.
-        weight: [n, k] in such a dtype; its gradient has its dtype. A `weight.main_grad`, [n, k] float32 or bfloat16, is
-            added to instead, in the product itself, as Megatron has it: `weight.grad` is then not computed, and
-            `weight.grad_added_to_main_grad` set where there is one.
-        bias: [n] in such a dtype, added in FP32.
+        weight: [n, k] in one of these dtypes, which its gradient has as well. If there is a `weight.main_grad` ([n, k]
+            float32 or bfloat16, as in Megatron), the GEMM adds the gradient to it; `weight.grad` is then not computed,
+            and `weight.grad_added_to_main_grad`, if present, becomes True.
+        bias: [n] in one of these dtypes, added in FP32.
         recipe: the GEMMs' formats; see `Recipe`.
 
     Returns:
