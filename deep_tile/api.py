@@ -121,7 +121,9 @@ class Plan:
         for name, x in {"a": a, "a_scale": a_scale, **({} if out is None else {"out": out})}.items():
             seen, wanted = _call_layout(name, x), self._wanted[name]
             if seen != wanted:
-                raise ValueError(f"{name} is {seen}; this plan is for {wanted}. Pass the like, or prepare another plan")
+                raise ValueError(
+                    f"{name} is {seen}; this plan is for {wanted}. Pass a tensor like that, or prepare another plan"
+                )
 
     def _call_unknown(self, a, a_scale, out) -> None:
         """Slow path: C cannot read the tensors or the scale is aligned differently; or raise if they do not match
@@ -347,7 +349,7 @@ def precompile(
     layouts = _checked_layouts(layouts, product)
     output = product.output if out_dtype is None else _PRECOMPILED[out_dtype]
     if output == RAW and output not in product.outputs:
-        raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; such results are of kind 'int8_unscaled'")
+        raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; INT32 results are of kind 'int8_unscaled'")
     if output == QUANTIZED and kind != "fp8":
         raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; results of fp8_gemm_cast are of kind 'fp8'")
     if bias not in (None, *OUTPUT_NAMES):
@@ -370,7 +372,7 @@ def precompile(
         _check_grouped_kind(grouping, product, output, accumulate, layouts)
         if finish != ("none", "none"):
             raise ValueError(
-                f"grouping is {grouping!r}, bias {bias} and activation {activation!r}; grouped products have neither"
+                f"grouping is {grouping!r}, bias {bias} and activation {activation!r}; grouped GEMMs have neither"
             )
     if workers is not None and (as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
@@ -442,8 +444,8 @@ def _checked_weight(shape: object, dtype: torch.dtype | str) -> tuple[int, int, 
     sizes = tuple(map(as_int, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 3 or None in sizes:
         raise TypeError(
-            f"shapes holds {shape!r}; want three ints for each weight: precompile([(n, k, max_m)]), in a list even "
-            "where it is one"
+            f"shapes holds {shape!r}; pass three ints for each weight, in a list also for one weight: "
+            "precompile([(n, k, max_m)])"
         )
     n, k, max_m = sizes
     padded = round_up(k, _TMA_BYTES)

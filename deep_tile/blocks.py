@@ -308,7 +308,7 @@ def _check_targets(
     (begin, end), (other_begin, other_end) = map(_extent, (out, weight))
     overlaps = out.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and begin < other_end
     if not same and overlaps and other_begin < end:
-        raise ValueError("out shares memory with weight, and is not it: pass out=weight, of an FP8 weight, or another")
+        raise ValueError("out overlaps weight without being it: pass out=weight for an FP8 weight, or other memory")
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
@@ -370,8 +370,9 @@ def _check_limit(source: formats.Source, tally: _Tally, limit: float) -> None:
     row = [int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)]
     raise ValueError(
         f"re-basing this weight of {source.name} to blocks of 128x128 would change row {row} by "
-        f"{float(errors.max()):.2g} of its norm, more than max_error={limit:g}: its elements are not numbers of e4m3 "
-        f"beside others of their blocks. {_LIMIT_REMEDIES.get(source.name, '')}Pass a larger max_error, or keep the "
+        f"{float(errors.max()):.2g} of its norm, more than max_error={limit:g}: e4m3 cannot hold its elements at the "
+        f"scale that the others of their blocks need. {_LIMIT_REMEDIES.get(source.name, '')}Pass a larger max_error, "
+        "or keep the "
         "weight in its format or in BF16"
     )
 

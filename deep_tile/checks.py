@@ -379,8 +379,7 @@ def _check_alive() -> None:
             torch.cuda.current_stream().query()
     except RuntimeError as error:
         raise RuntimeError(
-            "an earlier kernel of this process failed, and CUDA is of no more use to it: start another process "
-            f"({error})"
+            f"an earlier kernel of this process failed, so CUDA no longer works in it: start another process ({error})"
         ) from error
 
 

@@ -775,10 +775,7 @@ def _backward(ctx, grad):
 
 def _run_gradient(grad, x, transposed, **options) -> torch.Tensor:
     if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
-        raise RuntimeError(
-            "a gradient of a gradient is wanted, which torch.ops.deep_tile.gemm has none of. Call deep_tile.gemm, or "
-            "drop create_graph"
-        )
+        raise RuntimeError("torch.ops.deep_tile.gemm has no second gradient. Call deep_tile.gemm, or drop create_graph")
     return _multiply_gradient(grad, x, transposed, **options)
 
 

@@ -404,8 +404,9 @@ def _check_split(name: str, size: int, ranks: int) -> None:
     if not _fits(size, ranks):
         raise ValueError(
             f"{name} of the weight is {size}, split over {ranks} ranks: it must be a multiple of {SCALE_BLOCK} * "
-            f"{ranks}, or shards of the weight and of its scale, one for each {SCALE_BLOCK}x{SCALE_BLOCK} block, do "
-            "not belong together. ColumnParallel and RowParallel split such layers, and shard_weight weights; or pad "
+            f"{ranks}, because the scale has one element for each {SCALE_BLOCK}x{SCALE_BLOCK} block and must be "
+            "split at block boundaries. ColumnParallel and RowParallel split such layers, and shard_weight weights; "
+            "or pad "
             f"it to {round_up(size, SCALE_BLOCK * ranks)}, split it over fewer ranks, or keep it whole"
         )
 

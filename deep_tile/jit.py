@@ -227,7 +227,7 @@ def _compile_uniform(source: str, name: str) -> bytes:
 def divergence_text(name: str, divergence: tuple[str, ...]) -> str:
     """Error text for a kernel with `Compiled.divergence`."""
     more = f" and {len(divergence) - 1} more" if len(divergence) > 1 else ""
-    return f"{name} may hang: NVRTC {nvrtc_version()} lets its warps fall apart ({divergence[0]}{more})"
+    return f"{name} may hang: NVRTC {nvrtc_version()} compiles it with divergent warps ({divergence[0]}{more})"
 
 
 TESTED_WHEELS = {"12": "nvidia-cuda-nvrtc-cu12==12.9.86", "13": "nvidia-cuda-nvrtc==13.0.88"}

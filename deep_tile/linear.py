@@ -154,13 +154,12 @@ def _refuse_gradient(b, b_scale, out) -> None:
     """Raise where a gradient is wanted that does not exist."""
     if out is not None:
         raise RuntimeError(
-            "out is given and a gradient is wanted, which what is written to a tensor has none of. Drop out, or call "
-            "under torch.no_grad()"
+            "out is given, and writing to a tensor has no gradient. Drop out, or call under torch.no_grad()"
         )
     for name, x in (("b", b), ("b_scale", b_scale)):
         if b_scale is not None and x.requires_grad:
             raise RuntimeError(
-                f"{name} requires a gradient, which a quantised weight has none of. Pass {name}.requires_grad_(False), "
+                f"{name} requires a gradient, and a quantised weight has none. Pass {name}.requires_grad_(False), "
                 "or the weight itself as b, without b_scale, or call under torch.no_grad()"
             )
 

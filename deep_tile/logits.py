@@ -227,8 +227,8 @@ class Logits(Operation):
             steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
             if x.stride(-1) != 1 or any(step % tensors.ALIGNMENT_BYTES or step < x.shape[-1] for step in steps):
                 raise ValueError(
-                    f"{name} has strides {x.stride()}; wanted is a unit stride along d and multiples of 16 bytes else. "
-                    f"Pass {name}.contiguous()"
+                    f"{name} has strides {x.stride()}; it must have a unit stride along d, and other strides in "
+                    f"multiples of 16 bytes. Pass {name}.contiguous()"
                 )
         _check_rows(named, ("weights", "out"), ("kv_scale", "starts", "ends"))
         _check_aligned(named, "q", "kv", "kv_scale")
@@ -290,8 +290,8 @@ class PagedLogits(Logits):
         step = cache.stride(0) if pages > 1 else LOGITS_TILE * row_bytes
         if not dense or step < LOGITS_TILE * row_bytes or step % tensors.ALIGNMENT_BYTES:
             raise ValueError(
-                f"cache has strides {cache.stride()}; wanted are dense pages, strides (any, {row_bytes}, any, 1), that "
-                "begin at multiples of 16 bytes"
+                f"cache has strides {cache.stride()}; pages must be dense, with strides (any, {row_bytes}, any, 1), "
+                "and begin at multiples of 16 bytes"
             )
         _check_rows(named, ("weights", "out", "block_table"), ("lengths",))
         _check_aligned(named, "q", "cache")

@@ -160,8 +160,8 @@ def prepare(
     tiles = layout.blocks * ceil_div(layout.keys, LOGITS_TILE)
     if tiles > _MOST_TILES:
         raise ValueError(
-            f"{layout.rows} queries and {layout.keys} keys are {tiles} tiles, of which a launch takes {_MOST_TILES}: "
-            "call for some of the queries at a time"
+            f"{layout.rows} queries and {layout.keys} keys are {tiles} tiles, and a launch takes {_MOST_TILES} at "
+            "most: split the queries over several calls"
         )
     places = PAGED_PLACES if kernel.paged else PLACES
     maps = tensor_maps(kernel, layout, q_strides, keys)

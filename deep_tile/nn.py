@@ -133,8 +133,8 @@ class Linear(torch.nn.Module):
         train."""
         if mode and not self.training and self._was_trainable:
             warnings.warn(
-                "layers of deep_tile.nn.Linear go into training mode, and their weights are frozen: gradients reach "
-                "inputs, biases and what else is in the model. To train the weights, replace no linears",
+                "deep_tile.nn.Linear layers are set to training mode, but their FP8 weights are frozen: only "
+                "inputs, biases and other layers get gradients. To train these weights, do not replace the layers",
                 stacklevel=2,
             )
         return super().train(mode)
@@ -273,14 +273,15 @@ def _refuse_foreign(x: object, weight: object) -> None:
     weight."""
     if isinstance(x, torch.Tensor) and x.dtype == FP8_DTYPE:
         raise TypeError(
-            f"x is {FP8_DTYPE}, as this layer's weight is: a model that casts to layer.weight.dtype needs a wide "
-            "weight there. Leave the layer out of replace_linears, by wanted=; or pass x in bfloat16, float16 or "
+            f"x is {FP8_DTYPE}, like this layer's weight: a model that casts to layer.weight.dtype needs a weight in "
+            "a wider dtype. Leave the layer out of replace_linears, by wanted=; or pass x in bfloat16, float16 or "
             "float32, or the pair of per_token_cast_to_fp8"
         )
     if isinstance(weight, torch.Tensor) and weight.dtype != FP8_DTYPE:
         raise TypeError(
-            f"this layer's weight has become {weight.dtype}, of other numbers than {FP8_DTYPE} holds, as where a model "
-            "ties it to an embedding: it must stay quantised. Leave the layer out of replace_linears, by wanted=, or "
+            f"this layer's weight has become {weight.dtype}, with numbers that {FP8_DTYPE} cannot hold, perhaps "
+            "because the model ties it to an embedding: it must stay quantised. Leave the layer out of "
+            "replace_linears, by wanted=, or "
             "make another layer of that weight, with deep_tile.nn.Linear.from_float"
         )
 

@@ -105,14 +105,14 @@ def pack_weight(
     kind = PACKED.get(source.name.partition("_")[0])
     if kind is None:
         raise ValueError(
-            f"{formats.seen(weight, scale)}, which is {source.name!r}; packed are {_names()}: re-base it with "
-            "deep_tile.to_blocks"
+            f"{formats.seen(weight, scale)}, which is {source.name!r}; formats that can be packed are {_names()}: "
+            "convert it with deep_tile.to_blocks"
         )
     n = source.weight.shape[-2]
     if n % UNIT_ROWS:
         raise ValueError(
-            f"weight has {n} rows; they are packed by {UNIT_ROWS}: add rows of zeros, or re-base it with "
-            "deep_tile.to_blocks"
+            f"weight has {n} rows; rows are packed in multiples of {UNIT_ROWS}: add rows of zeros, or convert it "
+            "with deep_tile.to_blocks"
         )
     if kind.name == "int4":
         return _packed_integers(source, kind)
@@ -182,7 +182,7 @@ def zeros(shape: tuple[int, ...], format: str, device: torch.device | str | None
         raise ValueError(f"sizes are {shape}; pass how many there are, as ints")
     *leading, n, k = shape
     if n % UNIT_ROWS:
-        raise ValueError(f"a weight has {n} rows; they are packed by {UNIT_ROWS}: add rows of zeros")
+        raise ValueError(f"a weight has {n} rows; rows are packed in multiples of {UNIT_ROWS}: add rows of zeros")
     kind, k_blocks = PACKED[format], _k_blocks(k)
     of_scale = shape_of_scale(kind, n, k)
     weight = torch.zeros(*leading, n, k_blocks * kind.packing.row_bytes, dtype=torch.uint8, device=device)
@@ -263,7 +263,7 @@ def _packed_integers(source: formats.Source, kind: Kind) -> Packed:
         )
     of_blocks = groups[..., 0] / _INTEGER_STEP
     if not bool(of_blocks.isfinite().all()):
-        raise ValueError("scale has numbers beyond 2**120, which are no scales of a weight")
+        raise ValueError("scale has numbers above 2**120, the largest scale of a weight")
     with torch.no_grad():
         packed = _empty(source, kind)
         for index in source.matrices():
@@ -276,11 +276,11 @@ def _scale_bytes(source: formats.Source) -> torch.Tensor:
     if source.name == "nvfp4":
         found = source.scale.view(torch.uint8)
         if bool((found > 127).any()):
-            raise ValueError("scale holds negative numbers; of nvfp4 give their signs to the elements")
+            raise ValueError("scale holds negative numbers; for nvfp4 move their signs to the elements")
         return found
     exact = source.scale.to(formats.E8M0)
     if source.scale.dtype != formats.E8M0 and bool((exact.float() != source.scale.float()).any()):
-        raise ValueError("scale holds numbers that are no powers of two, which mxfp4 has alone")
+        raise ValueError("scale holds numbers that are not powers of two; mxfp4 has only these")
     return exact.view(torch.uint8)
 
 
@@ -352,7 +352,7 @@ def _checked_packed(weight: torch.Tensor, scale: torch.Tensor, k: object) -> tup
     fits = len(of_weight) > 1 and found and of_weight[-2] % UNIT_ROWS == 0
     fits = fits and of_scale == (*of_weight[:-2], *shape_of_scale(found[0], of_weight[-2], of_scale[-1] * SCALE_BLOCK))
     if not fits or (weight.dtype, scale.dtype) != (torch.uint8, torch.float32):
-        raise ValueError(f"{formats.seen(weight, scale)}; pass what deep_tile.pack_weight made")
+        raise ValueError(f"{formats.seen(weight, scale)}; pass the result of deep_tile.pack_weight")
     if weight.device != scale.device or weight.is_meta:
         raise ValueError(
             f"weight is on {weight.device} and scale on {scale.device}; pass both on one device with memory"

@@ -88,7 +88,7 @@ class PackedLinear(_Layer):
         made = packed.pack_weight(weight, scale, format=format, global_scale=global_scale, max_error=max_error)
         if made.weight.dim() != 2:
             raise ValueError(
-                f"weight is {list(weight.shape)}, of {made.weight.shape[0]} matrices; pass one, [n, k / 2]"
+                f"weight is {list(weight.shape)}, of {made.weight.shape[0]} matrices; pass one matrix, [n, k / 2]"
             )
         layer = cls(0, 0, bias=False, device="meta", **options)
         layer.in_features, layer.out_features = _k_of(weight, scale), made.weight.shape[0]

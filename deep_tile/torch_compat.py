@@ -182,7 +182,7 @@ def grouped_mm(
 
 def _check_no_bias(bias: object) -> None:
     if bias is not None:
-        raise ValueError("bias is given; grouped products add none. Add it to the result, and pass None")
+        raise ValueError("bias is given; grouped GEMMs have no bias. Add it to the result, and pass None")
 
 
 def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object, known: tuple[torch.dtype, ...]) -> None:

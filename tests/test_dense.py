@@ -116,7 +116,7 @@ def test_integers_are_results_of_integers_alone():
     with pytest.raises(ValueError, match="sums of integers are stored as they are"):
         GemmConfig(128, 128, 4, kind="int8_unscaled", bias="fp32")
     for wrong, text in (
-        ({"kind": "int8", "out_dtype": torch.int32}, r"such results are of kind 'int8_unscaled'"),
+        ({"kind": "int8", "out_dtype": torch.int32}, r"INT32 results are of kind 'int8_unscaled'"),
         ({"kind": "int8_unscaled", "activation": "relu"}, "results are INT32, and a bias or"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -657,7 +657,7 @@ def test_gradients_of_gradients():
     for found, exact in zip(second(gemm, *given), wanted, strict=True):
         assert (found.double() - exact).norm() <= 5e-3 * exact.norm()
     out = torch.ops.deep_tile.gemm(*given)
-    with pytest.raises(RuntimeError, match="torch.ops.deep_tile.gemm has none of. Call deep_tile.gemm"):
+    with pytest.raises(RuntimeError, match="torch.ops.deep_tile.gemm has no second gradient. Call deep_tile.gemm"):
         torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True)
 
 
@@ -743,7 +743,7 @@ def test_precompile_compiles_what_the_selector_gives():
         ({"kind": "fp64"}, "kind is 'fp64'; pass a dtype of operands, or one of fp8, bf16"),
         ({"kind": "bf16", "out_dtype": torch.int8}, r"out_dtype is torch\.int8"),
         ({"grouping": "offs", "accumulate": True}, "products of groups of rows are of all kinds but 'fp8_1x128'"),
-        ({"grouping": "offs", "activation": "relu"}, "activation 'relu'; grouped products have neither"),
+        ({"grouping": "offs", "activation": "relu"}, "activation 'relu'; grouped GEMMs have neither"),
     ):
         with pytest.raises(ValueError, match=text):
             deep_tile.precompile([(96, 64, 3)], **wrong)

@@ -194,7 +194,7 @@ def test_precompile_compiles_what_the_selector_gives():
     for wrong, error, text in (
         ({"bias": torch.int8}, ValueError, r"bias is torch\.int8; pass its dtype"),
         ({"activation": "tanh"}, ValueError, "activation is 'tanh'"),
-        ({"activation": "relu", "grouping": "offs"}, ValueError, "grouped products have neither"),
+        ({"activation": "relu", "grouping": "offs"}, ValueError, "grouped GEMMs have neither"),
     ):
         with pytest.raises(error, match=text):
             deep_tile.precompile([(96, 64, 3)], **wrong)

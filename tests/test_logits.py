@@ -169,7 +169,7 @@ def test_bad_calls(device, position, change, error, match, options):
             r"cache has shape \[3, 32, 1, 36\]; it must be \[pages, 64, 1, head_dim",
         ),
         ("cache", lambda x: x.view(torch.int8), TypeError, "cache is a tensor of torch.int8"),
-        ("cache", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "wanted are dense pages"),
+        ("cache", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "pages must be dense"),
         (
             "cache",
             lambda x: torch.nn.functional.pad(x.view(3, -1), (0, 8))[:, :-8].view_as(x),

@@ -192,6 +192,6 @@ def _check(x, chosen, shares, w_gate_up, w_down, recipe: Recipe) -> None:
         if tuple(given.shape) != wanted[name]:
             raise ValueError(f"{name} has shape {list(given.shape)}; beside the others it must be {list(wanted[name])}")
     if twice % 2:
-        raise ValueError(f"w_gate_up has shape {list(w_gate_up.shape)}; its rows are gates and as many ups")
+        raise ValueError(f"w_gate_up has shape {list(w_gate_up.shape)}; it must have as many gate rows as up rows")
     if (recipe.dgrad, recipe.wgrad) != ("fp8", "fp8"):
-        raise ValueError(f"recipe is {recipe}; experts have all their products in FP8")
+        raise ValueError(f"recipe is {recipe}; experts run all their GEMMs in FP8")

@@ -110,7 +110,7 @@ def convert(
     wanted = wanted or partial(_pays, tokens, eager)
     layers = [each for name, each in model.named_modules() if type(each) is nn.Linear and wanted(name, each)]
     if not layers:
-        raise ValueError("model has no torch.nn.Linear that is wanted: see what `wanted` says of each layer")
+        raise ValueError("model has no torch.nn.Linear that `wanted` accepts: check what it returns for each layer")
     for layer in layers:
         layer.__class__ = Linear
         layer.recipe = recipe

@@ -202,7 +202,7 @@ def check(x, weights, biases) -> None:
         named |= {f"weight{number}": weight} | ({} if bias is None else {f"bias{number}": bias})
     check_tensors(dict.fromkeys(named, WIDE), **named)
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError("deep_tile.train.linear runs under no transform of torch.func; use torch.autograd")
+        raise RuntimeError("deep_tile.train.linear does not run under transforms of torch.func; use torch.autograd")
     if x.dim() < 1:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [..., k]")
     for name, given in named.items():

@@ -73,7 +73,7 @@ def main_grad_of(weight: torch.Tensor) -> MainGrad | None:
     if grad.shape != weight.shape or grad.dtype not in WIDE or grad.device != weight.device:
         raise ValueError(
             f"weight.main_grad is {list(grad.shape)} of {grad.dtype} on {grad.device}; for a weight of "
-            f"{list(weight.shape)} on {weight.device} it must be as large, float32 or bfloat16, and there"
+            f"{list(weight.shape)} on {weight.device} it must have that shape and device, in float32 or bfloat16"
         )
     return MainGrad(grad, weight if hasattr(weight, "grad_added_to_main_grad") else None)
 
