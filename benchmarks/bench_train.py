@@ -12,7 +12,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,8 @@ PARTS = {
 
 METHOD = (
     "ms: median over steps between CUDA events, after three steps; host_ms: the shortest enqueueing of one. peak_gb: "
-    "the most memory in a step; static_gb: before it; saved_gb: kept by a forward pass. parts_ms: the kernels of a "
-    "profiled step."
+    "the most memory in a step; static_gb: before it; saved_gb: kept by a forward pass. timeline_ms: the kernels of "
+    "a profiled step, each from the end of those before it."
 )
 
 
@@ -128,7 +128,7 @@ def measure_step(step: Callable[[], None], count: int) -> dict:
     peak = torch.cuda.max_memory_allocated()
     ms, host = time_steps(step, count)
     memory = {"static_gb": static / 1e9, "peak_gb": peak / 1e9}
-    return {"ms": ms, "host_ms": host, **memory, "parts_ms": time_parts(step)}
+    return {"ms": ms, "host_ms": host, **memory, "timeline_ms": time_parts(step)}
 
 
 def time_parts(step: Callable[[], None]) -> dict[str, float]:
@@ -136,10 +136,21 @@ def time_parts(step: Callable[[], None]) -> dict[str, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    parts = dict.fromkeys(PARTS, 0.0)
-    for event in profile.key_averages():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            parts[part_of(event.key)] += event.self_device_time_total / 1e3
+    kernels = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+    return parts_of(kernels)
+
+
+def parts_of(kernels: Iterable[tuple[float, float, str]]) -> dict[str, float]:
+    """Milliseconds by `PARTS` from begins, ends in us and names. A kernel that waits for the one before it, as
+    programmatic launches have it, counts from that one's end."""
+    parts, reached = dict.fromkeys(PARTS, 0.0), 0.0
+    for begin, end, name in sorted(kernels):
+        parts[part_of(name)] += max(end - max(begin, reached), 0.0) / 1e3
+        reached = max(reached, end)
     return parts
 
 

@@ -48,21 +48,23 @@ def draw(folder: Path) -> list[Path]:
     plot_experts(paths[-1])
     paths.append(folder / "training_loss.png")
     plot_losses(paths[-1])
-    paths.append(folder / "training_step.svg")
-    plot_step(paths[-1])
+    steps = report_train.newest("train")
+    if steps and report_train.has_parts(store.load(steps)):
+        paths.append(folder / "training_step.svg")
+        plot_step(steps, paths[-1])
     return paths
 
 
-def plot_step(path: Path) -> None:
+def plot_step(results: Path, path: Path) -> None:
     """A compiled training step by parts: profiled kernels, the rest up to the measured time."""
     from matplotlib.figure import Figure
 
-    stored = store.load(report_train.newest("train"))
+    stored = store.load(results)
     steps = {step["variant"]: step for step in stored["entries"] if step["mode"] == "compile"}
     bf16, fp8 = steps["bf16"], steps["mlp"]
-    shown = [name for name in bf16["parts_ms"] if name != REST]
-    parts = {name: [step["parts_ms"][name] for step in (bf16, fp8)] for name in shown}
-    parts[REST] = [step["ms"] - sum(step["parts_ms"][name] for name in shown) for step in (bf16, fp8)]
+    shown = [name for name in bf16["timeline_ms"] if name != REST]
+    parts = {name: [step["timeline_ms"][name] for step in (bf16, fp8)] for name in shown}
+    parts[REST] = [step["ms"] - sum(step["timeline_ms"][name] for name in shown) for step in (bf16, fp8)]
     figure = Figure(figsize=(8, 2.6), layout="constrained")
     axes = figure.subplots()
     left = [0.0, 0.0]

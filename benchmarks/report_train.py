@@ -40,8 +40,10 @@ CASTS = {
     "transpose_fp8": "`transpose_fp8`",
 }
 
-SMALL = 8192 * 2048 * 2048
-"""Products of layers of which the table of host times tells."""
+SEVERAL = {"three": "three layers, by `linears`", "mlp": "`mlp`"}
+
+SMALL = 2048
+"""The most rows and columns of weights in the table of host times."""
 
 TOKENS = 4096
 """Of the table by widths."""
@@ -62,8 +64,7 @@ def about(run: Run, script: str) -> str:
 def steps_part(run: Run) -> str:
     """Times and memory of training steps, and what takes them."""
     by_mode = {mode: {e["variant"]: e for e in run["entries"] if e["mode"] == mode} for mode in ("eager", "compile")}
-    labels = (": ms", ", over BF16", ": GB", ", over BF16")
-    head = [f"{mode}{label}" for mode in ("eager", "compiled") for label in labels]
+    head = [label for mode in ("eager", "compiled") for label in (f"{mode}: ms", "over BF16", "GB", "over BF16")]
     rows = [["", *head]]
     for variant, title in VARIANTS.items():
         cells = [_of_step(of_mode.get(variant), of_mode.get("bf16")) for of_mode in by_mode.values()]
@@ -74,7 +75,12 @@ def steps_part(run: Run) -> str:
         f"{about(run, 'bench_train.py')} {run['layers']} Llama-8B layers, {run['tokens']:,} tokens, forward, backward "
         f"and fused AdamW; memory is a step's peak less parameters and optimiser state, {static:.1f} GB:"
     )
-    return f"{wrapped(text)}\n\n{markdown(rows)}\n\n{wrapped(_of_parts(by_mode['compile']))}"
+    table = f"{wrapped(text)}\n\n{markdown(rows)}"
+    return f"{table}\n\n{wrapped(_of_parts(by_mode['compile']))}" if has_parts(run) else table
+
+
+def has_parts(run: Run) -> bool:
+    return all("timeline_ms" in entry for entry in run["entries"])
 
 
 def _of_step(entry: dict | None, bf16: dict | None) -> list[str]:
@@ -85,7 +91,7 @@ def _of_step(entry: dict | None, bf16: dict | None) -> list[str]:
 
 
 def _of_parts(compiled: dict[str, dict]) -> str:
-    bf16, fp8 = (compiled[name]["parts_ms"] for name in ("bf16", "mlp"))
+    bf16, fp8 = (compiled[name]["timeline_ms"] for name in ("bf16", "mlp"))
     parts = [f"{name} {bf16[name]:.1f} and {fp8[name]:.1f}" for name in bf16]
     return f"Kernels of a compiled step in BF16 and with `mlp`, in ms: {', '.join(parts)}."
 
@@ -101,7 +107,7 @@ def layers_part(run: Run) -> str:
         grid.append([str(n), *(MISSING if e is None else _ratio(*_graphs(e)) for e in entries)])
     head = ("tokens, n x k", "host: BF16", "FP8, separate calls", "FP8", "eager: BF16", "FP8", "over BF16")
     small = [[*head, "CUDA graph: BF16", "FP8", "over BF16", "predicted"]]
-    small += [_of_small(e) for e in of_linear if e["tokens"] * e["n"] * e["k"] <= SMALL]
+    small += [_of_small(e) for e in of_linear if max(e["n"], e["k"]) <= SMALL]
     text = f"{about(run, 'bench_train_layers.py')} Forward and backward pass in a CUDA graph, over BF16's time, "
     host = 'Times in us; "host" is the time to enqueue a forward and backward pass, the forward pass alone in brackets:'
     return "\n\n".join(
@@ -135,6 +141,18 @@ def _of_small(entry: dict) -> list[str]:
     return [*cells, _ratio(predicted.fp8_us, predicted.bf16_us)]
 
 
+def several_part(run: Run) -> str:
+    """Times of small layers on one input, and of MLPs of them."""
+    rows = [
+        ["", "tokens, n x k", "eager, us: BF16", "FP8, separate calls", "FP8", "over BF16", "CUDA graph, over BF16"]
+    ]
+    for e in (entry for entry in run["entries"] if entry["of"] in SEVERAL):
+        us = [e[f"{way}, eager"] for way in ("bf16", "in turn", "joined")]
+        sizes, ratios = f"{e['tokens']:,}, {e['n']}x{e['k']}", (_ratio(us[2], us[0]), _ratio(*_graphs(e)))
+        rows.append([SEVERAL[e["of"]], sizes, *(f"{each:.0f}" for each in us), *ratios])
+    return f"{wrapped(about(run, 'bench_train_layers.py'))}\n\n{markdown(rows)}"
+
+
 def frozen_part(run: Run) -> str:
     rows = [["frozen layer, n x k", "forward and dx, over BF16", "as a CUDA graph", "bytes of weights"]]
     for e in (entry for entry in run["entries"] if entry["of"] == "frozen"):
@@ -144,7 +162,7 @@ def frozen_part(run: Run) -> str:
 
 
 def experts_part(run: Run) -> str:
-    head = [f"{mode}{label}" for mode in ("compiled", "eager") for label in (": BF16", ", FP8", ", over BF16")]
+    head = [label for mode in ("compiled", "eager") for label in (f"{mode}: BF16", "FP8", "over BF16")]
     rows = [["", *head, "compiled, GB: BF16", "FP8"]]
     for model, title in MODELS.items():
         found = {(e["mode"], e["recipe"]): e for e in run["entries"] if e["model"] == model}
@@ -176,6 +194,7 @@ def _ratio(one: float, other: float) -> str:
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "steps": ("train", steps_part),
     "layers": ("train_layers", layers_part),
+    "several": ("train_layers", several_part),
     "frozen": ("train_layers", frozen_part),
     "experts": ("train_experts", experts_part),
     "casts": ("train_casts", casts_part),

@@ -68,7 +68,7 @@ def describe_run(method: str = METHOD) -> dict[str, Any]:
         "gpu": properties.name,
         "num_sms": properties.multi_processor_count,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _output_of("git", "rev-parse", "HEAD") or os.environ.get("DEEP_TILE_COMMIT", "unknown"),
+        "commit": os.environ.get("DEEP_TILE_COMMIT") or _output_of("git", "rev-parse", "HEAD") or "unknown",
         "deep_tile": getattr(deep_tile, "__version__", "unknown"),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -277,6 +277,12 @@ class NoOptions(NamedTuple):
 class Combine(Described):
     Options = NoOptions
 
+    def allocated(self, given: Given, options: tuple) -> Given:
+        """As `Described` has it, without reading every argument's sizes."""
+        x, weights, index, out = given
+        shape = index.shape[0], x.shape[1]
+        return x, weights, index, tensors.new_empty(x, shape, (shape[1], 1), torch.bfloat16) if out is None else out
+
     def define(self, given: Given, options) -> None:
         x, weights, index, out = given
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)

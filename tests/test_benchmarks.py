@@ -22,6 +22,7 @@ sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first
 from benchmarks import (  # noqa: E402
     bench_gemm,
     bench_overhead,
+    bench_train,
     bench_unseen,
     calibrate,
     measured,
@@ -361,6 +362,12 @@ def test_report_refuses_a_readme_without_markers(tmp_path):
     assert readme.read_text() == f"{END} {BEGIN}"
 
 
+def test_kernels_of_a_step_count_from_the_end_of_those_before():
+    kernels = [(5000.0, 9000.0, "nvjet_x"), (1000.0, 4000.0, "fp8_cast_both"), (2000.0, 6000.0, "fp8_gemm_x")]
+    parts = bench_train.parts_of([*kernels, (5500.0, 5600.0, "void multi_tensor_apply"), (9000.0, 9500.0, "other")])
+    assert {name: ms for name, ms in parts.items() if ms} == {"casts": 3.0, "GEMMs": 5.0, "all else": 0.5}
+
+
 def test_report_of_training_writes_every_table(tmp_path, monkeypatch):
     meta = {
         "gpu": "none",
@@ -371,8 +378,8 @@ def test_report_of_training_writes_every_table(tmp_path, monkeypatch):
         "method": "m",
     }
     about = {"meta": meta, "layers": 4, "tokens": 8192}
-    step = {"ms": 80.0, "static_gb": 5.0, "peak_gb": 11.0, "parts_ms": {"casts": 0.0, "GEMMs": 54.0}}
-    faster = step | {"ms": 60.0, "peak_gb": 8.0, "parts_ms": {"casts": 5.0, "GEMMs": 30.0}}
+    step = {"ms": 80.0, "static_gb": 5.0, "peak_gb": 11.0, "timeline_ms": {"casts": 0.0, "GEMMs": 54.0}}
+    faster = step | {"ms": 60.0, "peak_gb": 8.0, "timeline_ms": {"casts": 5.0, "GEMMs": 30.0}}
     steps = [step | {"variant": "bf16", "mode": mode} for mode in ("eager", "compile")]
     layer = {"of": "linear", "tokens": 4096, "n": 1024, "k": 1024}
     layer |= {f"{way}, {what}": 10.0 for way in ("bf16", "joined") for what in ("host", "eager", "graph")}
@@ -384,7 +391,7 @@ def test_report_of_training_writes_every_table(tmp_path, monkeypatch):
     cast = {"cast": "cast_both", "rows": 8192, "columns": 14336, "us": 188.0, "copy_us": 160.0}
     results = {
         "train": {"entries": [*steps, faster | {"variant": "mlp", "mode": "compile"}]},
-        "train_layers": {"entries": [layer, frozen]},
+        "train_layers": {"entries": [layer, layer | {"of": "mlp", "in turn, eager": 20.0}, frozen]},
         "train_experts": {"entries": of_experts},
         "train_casts": {"casts": [cast]},
     }
@@ -404,6 +411,7 @@ def test_report_of_training_writes_every_table(tmp_path, monkeypatch):
         "| 1024 | 1.10 |",
         "| 4,096, 1024x1024 | 10 (3) | – | 10 (4) | 10 | 10 | 1.00 | 10 | 11 | 1.10 | ",
         "1 of 1 layers are slower in FP8; 1 of these stay in BF16 by default: 4,096 tokens 1024x1024 (1.10).",
+        "| `mlp` | 4,096, 1024x1024 | 10 | 20 | 10 | 1.00 | 1.10 |",
         "| 4096x4096 | 0.60 | 0.60 | 0.60 |",
         "top 8 | 80.0 ms | 60.0 ms | 0.75 | – | – | – | 6.00 | 3.00 |",
         "| `cast_both` | 8192x14336 | 188 | 160 | 1.18 |",

@@ -2,6 +2,7 @@
 needs. `make test-engines` runs it on SGLang's own modules.
 """
 
+import importlib
 import subprocess
 import sys
 from enum import Enum
@@ -10,10 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from formats import draw
 from helpers import same_bits
-from stand_ins import add_modules, assert_accepts, layer_of, product, relative_error, stacked
+from stand_ins import add_modules, assert_accepts, forget_modules, layer_of, product, relative_error, stacked
 
 from deep_tile import fp8_gemm, fp8_linear, per_token_cast_to_fp8
+from deep_tile.config import round_up
 from deep_tile.integrations import engines
 from deep_tile.integrations import sglang_hooks as hooks
 from deep_tile.integrations.sglang import register
@@ -22,6 +25,8 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 FLOOR = {"amax_floor": 1e-10}
 FP8_UTILS = "sglang.srt.layers.quantization.fp8_utils"
 ENTRYPOINT = "sglang.srt.layers.deep_gemm_wrapper.entrypoint"
+QUANTIZATION = "sglang.srt.layers.quantization"
+MXFP4 = "deep_tile.integrations.sglang_mxfp4"
 
 
 def deepgemm_w8a8_block_fp8_linear_with_fallback(
@@ -45,6 +50,38 @@ def grouped_gemm_nt_f8f8bf16_masked(
     lhs, rhs, out, masked_m, expected_m, overlap_args=None, max_block_n=256, recipe_a=None, recipe_b=None
 ):
     return "its own", overlap_args, max_block_n, recipe_a, recipe_b
+
+
+class Mxfp4MoEMethod:
+    """Makes parameters as gpt-oss's does; `_inv` and no biases are DeepSeek-V4's."""
+
+    inverse = ""
+
+    def create_weights(self, layer, experts, hidden, width, dtype, **_):
+        def parameter(*shape, dtype=torch.uint8):
+            return torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=layer.device), requires_grad=False)
+
+        for name, n, k in (("w13", 2 * width, hidden), ("w2", hidden, width)):
+            setattr(layer, f"{name}_weight", parameter(experts, n, k // 2))
+            setattr(layer, f"{name}_weight_scale{self.inverse}", parameter(experts, n, k // 32))
+            if not self.inverse:
+                setattr(layer, f"{name}_weight_bias", parameter(experts, n, dtype=torch.bfloat16))
+
+
+class Mxfp4FlashinferCutlassMoEMethod(Mxfp4MoEMethod):
+    inverse = "_inv"
+
+
+class Mxfp4MarlinMoEMethod(Mxfp4MoEMethod):
+    pass
+
+
+class Config:
+    def __init__(self, method=None):
+        self.method = method
+
+    def get_quant_method(self, layer, prefix):
+        return self.method
 
 
 class HookType(Enum):
@@ -72,18 +109,34 @@ def sglang(monkeypatch):
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         FP8_UTILS: {linear.__name__: linear},
         ENTRYPOINT: of_groups | {"deep_gemm": own},
+        f"{QUANTIZATION}.mxfp4": {"Mxfp4Config": Config},
+        f"{QUANTIZATION}.fp8": {"Fp8Config": Config},
+        f"{QUANTIZATION}.base_config": {"FusedMoEMethodBase": type("FusedMoEMethodBase", (), {"runner": None})},
+        "sglang.srt.layers.moe.token_dispatcher": {"StandardCombineInput": lambda hidden_states: (hidden_states,)},
+        "sglang.srt.layers.moe.utils": {"get_moe_a2a_backend": lambda: SimpleNamespace(is_none=lambda: True)},
+        "sglang.srt.runtime_context": {
+            "get_server_args": lambda: server_arguments(),
+            "get_platform": lambda: SimpleNamespace(is_sm90=True),
+        },
     }
     monkeypatch.setenv("SGLANG_USE_DEEP_TILE", "1")
     add_modules(monkeypatch, modules)
+    forget_modules(monkeypatch, MXFP4)
     yield registered
     engines.leave(engines.SGLANG)
 
 
-def test_hooks_have_sglangs_signatures():
+@pytest.fixture
+def mxfp4(sglang):
+    return importlib.import_module(MXFP4)
+
+
+def test_hooks_have_sglangs_signatures(mxfp4):
     for hook, theirs in (
         (hooks.linear, deepgemm_w8a8_block_fp8_linear_with_fallback),
         (hooks.grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_contig),
         (hooks.grouped_gemm_nt_f8f8bf16_masked, grouped_gemm_nt_f8f8bf16_masked),
+        (mxfp4.method, Config.get_quant_method),
     ):
         assert_accepts(hook, theirs, skipped=1)
 
@@ -91,7 +144,10 @@ def test_hooks_have_sglangs_signatures():
 def test_hooks_are_registered_once(sglang):
     register()
     register()
+    method = sys.modules[MXFP4].method
     assert sglang == {
+        f"{QUANTIZATION}.mxfp4.Mxfp4Config.get_quant_method": (method, HookType.AROUND),
+        f"{QUANTIZATION}.fp8.Fp8Config.get_quant_method": (method, HookType.AROUND),
         f"{FP8_UTILS}.deepgemm_w8a8_block_fp8_linear_with_fallback": (hooks.linear, HookType.AROUND),
         f"{ENTRYPOINT}.grouped_gemm_nt_f8f8bf16_contig": (hooks.grouped_gemm_nt_f8f8bf16_contig, HookType.AROUND),
         f"{ENTRYPOINT}.grouped_gemm_nt_f8f8bf16_masked": (hooks.grouped_gemm_nt_f8f8bf16_masked, HookType.AROUND),
@@ -251,14 +307,208 @@ def test_no_rows_are_no_product(sglang):
     hooks.grouped_gemm_nt_f8f8bf16_contig(None, a, b, torch.empty(0, 136).bfloat16(), torch.zeros(0).int())
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("chunk", "most"), [(2048, 2048), (-1, 16384), (None, 16384)])
-def test_loaded_models_are_made_ready(monkeypatch, chunk, most):
+def test_loaded_models_are_made_ready(monkeypatch, chunk, most, deterministic):
     asked = []
     monkeypatch.setattr(hooks.nn, "precompile_model", lambda *given, **options: asked.append((given, options)))
-    arguments = SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=16384)
+    arguments = SimpleNamespace(
+        chunked_prefill_size=chunk, max_prefill_tokens=16384, enable_deterministic_inference=deterministic
+    )
+    monkeypatch.setattr(hooks, "_settings", {})
     runner = SimpleNamespace(model="m", server_args=arguments)
     for capability in ((10, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, seen=capability: seen)
         hooks.make_ready(None, runner)
-    assert asked == [(("m", most), {"grouping": grouping}) for grouping in ("offs", "counts")]
+    settings = {"batch_invariant": deterministic}
+    assert asked == [(("m", most), {"grouping": grouping} | settings) for grouping in ("offs", "counts")]
+    multiplied = []
+    monkeypatch.setattr(hooks.products, "fp8_linear", lambda *_, **options: multiplied.append(options))
+    layer = layer_of(136, 272)
+    hooks.linear(None, torch.zeros(4, 272, dtype=torch.bfloat16), layer.weight, [128, 128], layer.weight_scale_inv)
+    assert multiplied[0].items() >= settings.items()
+
+
+# ---- experts of MXFP4
+
+
+def server_arguments(**changed):
+    names = ("speculative_moe_runner_backend", "enable_lora", "lora_paths", "enable_paged_experts", "kt_weight_path")
+    return SimpleNamespace(**dict.fromkeys(names) | {"moe_runner_backend": "auto"} | changed)
+
+
+def experts_layer(width=96, hidden=160, with_bias=False, device="cpu", **changed):
+    """A layer before its weights; and what its runner is told, where `changed` says no other."""
+    config = {
+        **{"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False, "no_combine": False},
+        **{"gemm1_alpha": None, "gemm1_beta": None, "gemm1_clamp_limit": None, "swiglu_limit": None},
+        "gate_up_interleaved": True,
+    }
+    layer = torch.nn.Module()
+    of_layer = {"is_draft": False, "num_fused_shared_experts": 0} | {
+        name: value for name, value in changed.items() if name not in config
+    }
+    vars(layer).update(of_layer, with_bias=with_bias, hidden_size=hidden, device=device, layer_name="experts")
+    layer.intermediate_size_per_partition = width
+    config |= {name: value for name, value in changed.items() if name in config}
+    layer.moe_runner_config = SimpleNamespace(**config)
+    return layer
+
+
+GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+
+
+@pytest.mark.parametrize("theirs", [Mxfp4MoEMethod, Mxfp4FlashinferCutlassMoEMethod])
+@pytest.mark.parametrize(
+    ("changed", "is_ours"),
+    [
+        ({}, True),
+        (GPT_OSS, True),
+        (GPT_OSS | {"width": 360}, True),
+        ({"swiglu_limit": 10.0}, True),
+        ({"width": 360}, False),
+        ({"hidden": 200}, False),
+        ({"gemm1_alpha": 1.702}, False),
+        ({"gemm1_clamp_limit": 7.0}, False),
+        ({"activation": "situ"}, False),
+        ({"is_gated": False}, False),
+        ({"no_combine": True}, False),
+        ({"apply_router_weight_on_input": True}, False),
+        ({"num_fused_shared_experts": 1}, False),
+    ],
+    ids=str,
+)
+def test_experts_of_mxfp4_are_taken_where_they_fit(mxfp4, theirs, changed, is_ours):
+    own = theirs()
+    found = mxfp4.method(Config.get_quant_method, Config(own), experts_layer(**changed), "model.layers.0")
+    assert (type(found).__name__ == "DeepTileMxfp4MoEMethod") is is_ours and (is_ours or found is own)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_draft", "is_ours"),
+    [
+        ({"moe_runner_backend": "marlin"}, False, False),
+        ({"speculative_moe_runner_backend": "marlin"}, False, True),
+        ({"speculative_moe_runner_backend": "marlin"}, True, False),
+        ({"moe_runner_backend": "marlin", "speculative_moe_runner_backend": "auto"}, True, True),
+        ({}, True, True),
+        ({"enable_lora": True}, False, False),
+        ({"lora_paths": ["a"]}, False, False),
+        ({"enable_paged_experts": True}, False, False),
+        ({"kt_weight_path": "a"}, False, False),
+    ],
+    ids=str,
+)
+def test_backends_asked_for_by_name_are_sglangs(mxfp4, monkeypatch, changed, is_draft, is_ours):
+    monkeypatch.setattr(mxfp4.runtime_context, "get_server_args", lambda: server_arguments(**changed))
+    found = mxfp4.method(Config.get_quant_method, Config(Mxfp4MoEMethod()), experts_layer(is_draft=is_draft), "")
+    assert type(found).__name__ == ("DeepTileMxfp4MoEMethod" if is_ours else "Mxfp4MoEMethod")
+
+
+@pytest.mark.parametrize("other", ["gpu", "tokens sent between GPUs", "method", "no method"])
+def test_other_layers_keep_sglangs_method(mxfp4, monkeypatch, other):
+    own = {"method": Mxfp4MarlinMoEMethod(), "no method": None}.get(other, Mxfp4MoEMethod())
+    if other == "gpu":
+        monkeypatch.setattr(mxfp4.runtime_context, "get_platform", lambda: SimpleNamespace(is_sm90=False))
+    elif other == "tokens sent between GPUs":
+        monkeypatch.setattr(mxfp4, "get_moe_a2a_backend", lambda: SimpleNamespace(is_none=lambda: False))
+    assert mxfp4.method(Config.get_quant_method, Config(own), experts_layer(), "") is own
+
+
+def filled(mxfp4, device, theirs=Mxfp4MoEMethod, count=4, width=96, **changed):
+    """A layer with its method, as a checkpoint fills it; and its matrices and biases in FP32, gates before ups."""
+    layer = experts_layer(width, device=device, **changed)
+    hidden, alternate = layer.hidden_size, layer.moe_runner_config.gemm1_alpha is not None
+    method = mxfp4.method(Config.get_quant_method, Config(theirs()), layer, "")
+    method.create_weights(layer, count, hidden, width, torch.bfloat16, weight_loader=None)
+    method.create_moe_runner(layer, layer.moe_runner_config)
+    wanted = []
+    for name, n, k in (("w13", 2 * width, hidden), ("w2", hidden, width)):
+        codes, scale, _, exact = draw("mxfp4", (count, n, k))
+        bias = torch.randn(count, n).bfloat16() if layer.with_bias else torch.zeros(count, n)
+        given = {"weight": codes, f"weight_scale{theirs.inverse}": scale.view(torch.uint8)}
+        for of, x in (given | ({"weight_bias": bias} if layer.with_bias else {})).items():
+            getattr(layer, f"{name}_{of}").data[tuple(map(slice, x.shape))] = x.to(device)
+        both = [exact.float(), bias.float()]
+        if alternate and name == "w13":
+            both = [torch.cat([x[:, ::2], x[:, 1::2]], 1) for x in both]
+        wanted += [x.to(device) for x in both]
+    return layer, method, wanted
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("theirs", "changed"),
+    [
+        (Mxfp4MoEMethod, GPT_OSS | {"with_bias": True}),
+        (Mxfp4MoEMethod, GPT_OSS | {"gate_up_interleaved": True, "gemm1_beta": 0.5}),
+        (Mxfp4FlashinferCutlassMoEMethod, {"swiglu_limit": 7.0}),
+        (Mxfp4FlashinferCutlassMoEMethod, {}),
+    ],
+)
+def test_experts_of_mxfp4_multiply(mxfp4, device, theirs, changed):
+    layer, method, (up, up_bias, down, down_bias) = filled(mxfp4, device, theirs, **changed)
+    method.process_weights_after_loading(layer)
+    assert not [name for name, _ in layer.named_parameters() if name.startswith(("w13", "w2"))]
+    hidden, config = layer.hidden_size, layer.moe_runner_config
+    alpha, beta = (1.702, 1 if config.gemm1_beta is None else 0.5) if config.gemm1_alpha else (1, 0)
+    limit = 7 if "gemm1_alpha" in changed or "swiglu_limit" in changed else float("inf")
+    x = (torch.randn(5, hidden, device=device) * 3 / (up.std() * hidden**0.5)).bfloat16()
+    ids = torch.stack([torch.randperm(4, device=device)[:2] for _ in x]).int()
+    ids[0, 1] = -1  # of another GPU
+    shares, wanted = torch.rand(5, 2, device=device), torch.zeros(5, hidden, device=device)
+    for token, chosen in enumerate(ids.tolist()):
+        for j, expert in enumerate(chosen):
+            gate, other = (x[token].float() @ up[expert].t() + up_bias[expert]).chunk(2)
+            gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
+            h = gate * torch.sigmoid(alpha * gate) * (other + beta)
+            if expert >= 0:
+                wanted[token] += shares[token, j] * (h @ down[expert].t() + down_bias[expert])
+    topk = SimpleNamespace(hidden_states=x, topk_output=(shares, ids, None))
+    (out,) = method.apply(layer, topk)
+    assert out.dtype == torch.bfloat16 and relative_error(out, wanted) < 0.08
+    assert method.fuse_routed_scaling_factor_in_topk and method.runner is None
+
+
+def test_widths_are_padded_where_gates_and_ups_alternate(mxfp4):
+    layer, method, _ = filled(mxfp4, "cpu", width=224, **GPT_OSS)
+    method.process_weights_after_loading(layer)
+    assert layer.deep_tile_experts.gate_up.shape[1] == 2 * round_up(224, 64)
+
+
+def test_packed_weights_are_not_loaded_again(mxfp4):
+    layer, method, _ = filled(mxfp4, "cpu")
+    with pytest.raises(RuntimeError, match="experts are packed .*SGLANG_USE_DEEP_TILE"):
+        method.restore_weights_before_loading(layer)
+
+
+def test_weights_that_cannot_be_packed_are_refused_with_the_remedy(mxfp4):
+    layer, method, _ = filled(mxfp4, "cpu")
+    layer.w13_weight_scale[0, 0] = 200
+    with pytest.raises(ValueError, match=r"max_error.*--moe-runner-backend marlin"):
+        method.process_weights_after_loading(layer)
+
+
+def test_tokens_are_padded_where_sglang_has_padded_weights(mxfp4):
+    layer, method, _ = filled(mxfp4, "cpu")
+    method.process_weights_after_loading(layer)
+    x, shares = torch.randn(3, layer.hidden_size).bfloat16(), torch.rand(3, 2)
+    x[:, 130:] = 0
+    outs = []
+    for given in (x, x[:, :130].contiguous()):
+        topk = SimpleNamespace(hidden_states=given, topk_output=(shares, torch.tensor([[0, 1]] * 3).int(), None))
+        outs += method.apply(layer, topk)
+    assert same_bits(*outs)
+
+
+@pytest.mark.parametrize("changed", ["arguments", "missing"])
+def test_a_release_with_other_functions_has_block_fp8_served(sglang, monkeypatch, caplog, changed):
+    if changed == "arguments":
+        monkeypatch.setattr(Config, "get_quant_method", lambda self, layer: None)
+    else:
+        monkeypatch.delattr(sys.modules[f"{QUANTIZATION}.mxfp4"], "Mxfp4Config")
+    register()
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "leaves experts of MXFP4 to SGLang" in record.getMessage()
+    assert len(sglang) == 4 and not [target for target in sglang if "get_quant_method" in target]

@@ -174,6 +174,7 @@ WITH_TORCH = {
     "integrations.peft",
     "integrations.torchtitan",
     "integrations.sglang_hooks",
+    "integrations.sglang_mxfp4",
     "integrations.transformers",
     "integrations.transformers_blocks",
     "integrations.transformers_config",
@@ -244,8 +245,9 @@ ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
 OTHERS_PACKAGES = {"sglang", "transformers", "vllm"}
 """Imported by the functions that need them alone: deep_tile does without."""
 
-WITHIN_VLLM = {f"integrations.vllm_{name}" for name in ("experts", "linear", "mxfp4", "passes")}
-"""Modules with subclasses of vLLM's: imported once vLLM has called its plugin."""
+WITHIN_ENGINES = {f"integrations.vllm_{name}" for name in ("experts", "linear", "mxfp4", "passes")}
+WITHIN_ENGINES |= {"integrations.sglang_mxfp4"}
+"""Modules with subclasses of an engine's: imported once the engine has called its plugin."""
 
 
 class Edge(NamedTuple):
@@ -320,7 +322,7 @@ def violations(package: Path) -> list[str]:
         if edge.target in {"torch", *WITH_TORCH}:
             allowed = ON_IMPORT_OR_LATER if edge.in_function else WITH_TORCH
             found += [] if edge.module in allowed else [f"{edge}, and does without torch"]
-        if edge.target in OTHERS_PACKAGES and not edge.in_function and edge.module not in WITHIN_VLLM:
+        if edge.target in OTHERS_PACKAGES and not edge.in_function and edge.module not in WITHIN_ENGINES:
             found.append(f"{edge} outside of a function")
         if edge.target in ("benchmarks", "examples", "tests"):
             found.append(f"{edge} of a checkout")

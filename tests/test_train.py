@@ -708,6 +708,11 @@ WRONG = {
     ),
     "bias too short": (lambda g: {"bias": g["bias"][:3]}, ValueError, r"bias has shape \[3\]; .*it must be \[n\]"),
     "bias of FP64": (lambda g: {"bias": g["bias"].double()}, TypeError, "bias is a tensor of torch.float64"),
+    "sparse x": (
+        lambda g: {"x": g["x"].detach().to_sparse()},
+        TypeError,
+        r"x is a tensor of layout .* Pass x.to_dense",
+    ),
     "no recipe": (lambda g: {"recipe": "fp8"}, TypeError, "recipe is a str; it must be a deep_tile.train.Recipe"),
     "main_grad": (
         lambda g: setattr(g["weight"], "main_grad", torch.zeros(3)) or {},

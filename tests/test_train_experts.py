@@ -1,5 +1,7 @@
 """`train.experts`, forward and backward, against experts one by one in float64; on a GPU against the CPU."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,6 +145,23 @@ def test_wrong_arguments(change, error, text):
         arguments[place] = changed(arguments[place].detach())
     with pytest.raises(error, match=text):
         train.experts(*arguments)
+
+
+def test_equal_arguments_are_checked_once(monkeypatch):
+    """By every property that the checks read: another dtype or shape is checked, and refused, again."""
+    module, arguments, checked = sys.modules["deep_tile.train.experts"], draw(*SIZES[0]), []
+    check = module._check
+    monkeypatch.setattr(module, "_checked", {})
+    monkeypatch.setattr(module, "_check", lambda *given: checked.append(given) or check(*given))
+    for _ in range(3):
+        train.experts(*arguments)
+    assert len(checked) == 1
+    x, chosen, shares, *weights = arguments
+    for wrong, error in (((x.half(), chosen, shares), TypeError), ((x, chosen[:, :1], shares), ValueError)):
+        for _ in range(2):
+            with pytest.raises(error):
+                train.experts(*wrong, *weights)
+    assert len(checked) == 5
 
 
 def test_recipe_in_bf16_is_refused():

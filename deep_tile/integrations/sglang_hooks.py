@@ -19,6 +19,10 @@ from deep_tile.quantize import FP8_DTYPE, TOKEN_BLOCK, WEIGHT_BLOCK
 _AMAX_FLOOR = 1e-10
 """Lower bound for a scale's magnitude, as in SGLang's own casts."""
 
+_settings = {"batch_invariant": False}
+"""Keywords of linear layers' products, by SGLang's --enable-deterministic-inference, once a model is loaded. Results of
+groups never depend on other rows."""
+
 _DEEP_GEMM = "sglang.srt.layers.deep_gemm_wrapper.entrypoint"
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,9 +61,9 @@ def linear(
         )
     rounding = {"amax_floor": _AMAX_FLOOR, "round_scale": "pow2" if act_scale_ue8m0 else "none"}
     if input_scale is None:
-        return products.fp8_linear(input, weight, weight_scale, bias, **rounding)
+        return products.fp8_linear(input, weight, weight_scale, bias, **rounding, **_settings)
     pair = input.view(-1, input.shape[-1]), input_scale
-    return products.fp8_linear(pair, weight, weight_scale, bias).view(*input.shape[:-1], weight.shape[0])
+    return products.fp8_linear(pair, weight, weight_scale, bias, **_settings).view(*input.shape[:-1], weight.shape[0])
 
 
 def _takes_linear(input, weight, block_size, weight_scale, input_scale) -> bool:
@@ -134,13 +138,14 @@ def _alignment() -> int:
 def make_ready(_: object, runner: object) -> None:
     """After model load: compile every kernel that its layers can need, so that none compiles later."""
     arguments = runner.server_args
+    _settings["batch_invariant"] = bool(arguments.enable_deterministic_inference)
     chunk = getattr(arguments, "chunked_prefill_size", None) or 0
     most = chunk if chunk > 0 else arguments.max_prefill_tokens
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return
     for grouping in ("offs", "counts"):
         try:
-            nn.precompile_model(runner.model, most, grouping=grouping)
+            nn.precompile_model(runner.model, most, grouping=grouping, **_settings)
         except ValueError as error:  # no such layers
             engines.logger(engines.SGLANG).info("nothing to make ready: %s", error)
             return

@@ -15,10 +15,12 @@ from deep_tile.experts import Routing, combine, silu_mul_cast_to_fp8, sort_by_ex
 from deep_tile.gated import swiglu_gradient_cast_both
 from deep_tile.grouped import fp8_grouped_gemm
 from deep_tile.train.products import MainGrad, cast_backward, cast_forward, keep, main_grad_of, written_dtype
-from deep_tile.train.recipe import Recipe, check_tensors, require
+from deep_tile.train.recipe import Recipe, check_tensors, checked_once, require
 from deep_tile.wgrad import fp8_grouped_wgrad
 
 _FP8 = Recipe()
+
+_checked: dict[tuple, None] = {}
 
 _WIDE = (torch.bfloat16, torch.float32)
 
@@ -61,7 +63,9 @@ def experts(
         ValueError: shapes or devices do not fit, or the recipe has GEMMs in BF16.
         RuntimeError: as for `fp8_grouped_gemm`.
     """
-    _check(x, chosen, shares, w_gate_up, w_down, recipe)
+    require(recipe)
+    given = x, chosen, shares, w_gate_up, w_down
+    checked_once(_checked, lambda: _check(*given, recipe), recipe, *given)
     if hasattr(w_gate_up, "main_grad") or hasattr(w_down, "main_grad"):
         return _apply_eagerly(x, chosen, shares, w_gate_up, w_down, recipe)
     return _Experts.apply(x, chosen, shares, w_gate_up, w_down, recipe)
@@ -80,6 +84,7 @@ class _Saved(NamedTuple):
         x_along_tokens, x_scale: operands for the first weight's gradient.
         gate_up, gate_up_scale: [r, 2f], the first GEMM's result in BF16, or its FP8 codes and scale.
         share: [r], per row.
+        ones: [t, top_k], the weights with which rows are added up.
         up, up_scale, down, down_scale: the weights as kept by `cast_forward`.
         rows, offs, index: the routing.
     """
@@ -89,6 +94,7 @@ class _Saved(NamedTuple):
     gate_up: torch.Tensor
     gate_up_scale: torch.Tensor | None
     share: torch.Tensor
+    ones: torch.Tensor
     up: torch.Tensor | None
     up_scale: torch.Tensor | None
     down: torch.Tensor | None
@@ -104,7 +110,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, chosen, shares, w_gate_up, w_down, recipe):
-        routing = sort_by_expert(chosen, len(w_gate_up), alignment=SCALE_BLOCK)
+        routing = sort_by_expert(chosen, w_gate_up.shape[0], alignment=SCALE_BLOCK)
         *up, kept_up = cast_forward(w_gate_up, recipe, ctx.needs_input_grad[0])
         *down, kept_down = cast_forward(w_down, recipe, any(ctx.needs_input_grad))
         a, a_scale, *x_along = _cast(x, recipe, routing.offs, routing.rows)
@@ -112,13 +118,14 @@ class _Experts(torch.autograd.Function):
         share = _share_of_rows(shares, routing)
         hidden, hidden_scale = silu_mul_cast_to_fp8(gate_up, offs=routing.offs, **recipe.cast)
         hidden_scale.mul_(share[:, None])
+        ones = share.new_ones(()).expand(chosen.shape)
         rows_out = _product(hidden, hidden_scale, *down, routing.offs)
         weights = *kept_up, *kept_down
         kept = keep(gate_up, recipe, offs=routing.offs)
-        ctx.save_for_backward(*_Saved(*x_along, *kept, share, *weights, *routing))
+        ctx.save_for_backward(*_Saved(*x_along, *kept, share, ones, *weights, *routing))
         ctx.recipe, ctx.dtype = recipe, shares.dtype
         ctx.targets = [(weight.dtype, main_grad_of(weight)) for weight in (w_gate_up, w_down)]
-        return combine(rows_out, torch.ones_like(share[:1]).expand(chosen.shape), routing.index)
+        return combine(rows_out, ones, routing.index)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -139,13 +146,13 @@ class _Experts(torch.autograd.Function):
         if of_down:
             down = _weight_gradient(d_along, (made.ht, made.ht_scale), offs, *ctx.targets[1])
         if of_shares:
-            shares = made.share[index.clamp(min=0)].masked_fill(index < 0, 0).to(ctx.dtype)
+            shares = made.share[index].masked_fill_(index < 0, 0).to(ctx.dtype)
         d, d_scale, *d_along = made[:4]
         if of_up:
             up = _weight_gradient(d_along, (saved.x_along_tokens, saved.x_scale), offs, *ctx.targets[0])
         if of_x:
             rows = _product(d, d_scale, *cast_backward([saved.up, saved.up_scale], recipe), offs)
-            x_grad = combine(rows, torch.ones_like(share[:1]).expand(index.shape), index)
+            x_grad = combine(rows, saved.ones, index)
         return x_grad, None, shares, up, down, None
 
 
@@ -163,20 +170,19 @@ def _weight_gradient(
     if main_grad is not None:
         fp8_grouped_wgrad(*dy, *x, offs, main_grad.grad, accumulate=True)
         return main_grad.placeholder(dtype)
-    out = torch.empty(len(offs), dy[0].shape[0], x[0].shape[0], dtype=written_dtype(dtype), device=dy[0].device)
+    out = torch.empty(offs.shape[0], dy[0].shape[0], x[0].shape[0], dtype=written_dtype(dtype), device=dy[0].device)
     return fp8_grouped_wgrad(*dy, *x, offs, out, accumulate=False)
 
 
 def _share_of_rows(shares: torch.Tensor, routing: Routing) -> torch.Tensor:
     """[r] float32; padding rows are undefined."""
-    count = len(routing.rows)
+    count = routing.rows.shape[0]
     share = torch.empty(count + 1, dtype=torch.float32, device=shares.device)
-    places = torch.where(routing.index < 0, count, routing.index)  # after the last: choices without an expert
-    return share.index_put((places.flatten(),), shares.detach().flatten().to(share.dtype))[:count]
+    share.index_put_((routing.index,), shares.detach().float())  # -1, of a choice without an expert, is after the rows
+    return share[:count]
 
 
 def _check(x, chosen, shares, w_gate_up, w_down, recipe: Recipe) -> None:
-    require(recipe)
     given = {"x": x, "chosen": chosen, "shares": shares, "w_gate_up": w_gate_up, "w_down": w_down}
     check_tensors(_DTYPES, **given)
     shapes = {name: list(tensor.shape) for name, tensor in given.items()}

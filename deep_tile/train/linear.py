@@ -13,16 +13,13 @@ import torch
 from deep_tile import dense, quantize
 from deep_tile.train import joined
 from deep_tile.train.casts import cast_gradient, cast_shared, with_aligned_rows
-from deep_tile.train.products import WIDE, added, cast_forward, dgrad, main_grad_of, wgrad
-from deep_tile.train.recipe import Recipe, check_tensors, require
+from deep_tile.train.products import WIDE, added, cast_forward, dgrad, main_grad_of, wgrad, with_leading
+from deep_tile.train.recipe import Recipe, check_tensors, checked_once, require
 
 _FP8 = Recipe()
 
 _checked: dict[tuple, tuple[joined.Layer, ...] | None] = {}
-"""Arguments that have passed the checks, as `check_once` sees them: 3 us, where the checks take 20; with a `Layer` for
-each weight where all are small."""
-
-_MOST_CHECKED = 4096
+"""Of `checked_once`, with a `Layer` for each weight where all are small."""
 
 _FIRST = 6
 """Position of the first parameter among `_Linears`'s arguments."""
@@ -125,9 +122,7 @@ class _Linears(torch.autograd.Function):
         for weight, bias in zip(weights, biases, strict=True):
             b, b_scale, kept = cast_forward(weight, recipe, wants_x)
             y = dense.fp8_gemm(a, a_scale, b, b_scale, out_dtype=x.dtype, bias=bias)
-            results.append(
-                torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
-            )  # which FSDP2 does not warn of
+            results.append(with_leading(y, x))
             saved += kept
         ctx.save_for_backward(*saved)
         ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype
@@ -164,31 +159,19 @@ def _wide(dy: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor | None) -> to
 
 
 def check_once(x, weights, biases, recipe: Recipe) -> tuple[joined.Layer, ...] | None:
-    """Check arguments unless equal ones have passed before, by all properties that `check` reads.
+    """Check arguments unless equal ones have passed before.
 
     Returns:
         What calls of small layers have in common, or None.
     """
-    if torch.compiler.is_compiling():
-        check(x, weights, biases)
-        return None
-    try:
-        seen = (x.dtype, x.shape, x.get_device(), x.is_cpu, recipe.options)
-        for each in (*weights, *biases):
-            seen += (None,) if each is None else (each.dtype, each.shape, each.get_device(), each.is_cpu)
-        layers = _checked.get(seen, _checked)
-        if layers is not _checked and torch._C._functorch.peek_interpreter_stack() is None:
-            return layers
-    except Exception:  # not a tensor: the checks name it
-        seen = None
+    return checked_once(_checked, lambda: _layers_of(x, weights, biases, recipe), recipe, x, *weights, *biases)
+
+
+def _layers_of(x, weights, biases, recipe: Recipe) -> tuple[joined.Layer, ...] | None:
     check(x, weights, biases)
-    if len(_checked) >= _MOST_CHECKED:
-        _checked.clear()
-    layers = None
-    if all(joined.takes(x, weight, recipe) for weight in weights):
-        layers = tuple(joined.layer_of(x.shape, len(weight), recipe.options) for weight in weights)
-    _checked[seen] = layers
-    return layers
+    if torch.compiler.is_compiling() or not all(joined.takes(x, weight, recipe) for weight in weights):
+        return None
+    return tuple(joined.layer_of(x.shape, len(weight), recipe.options) for weight in weights)
 
 
 def check(x, weights, biases) -> None:

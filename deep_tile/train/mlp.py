@@ -16,10 +16,12 @@ from deep_tile.gated import swiglu_gradient_cast_both
 from deep_tile.train import joined
 from deep_tile.train.casts import cast_gradient, cast_shared, with_aligned_rows
 from deep_tile.train.linear import check_once, in_autocast_dtype, linear, linears
-from deep_tile.train.products import WIDE, cast_forward, dgrad, keep, main_grad_of, wgrad
-from deep_tile.train.recipe import Recipe, check_tensors, require
+from deep_tile.train.products import WIDE, cast_forward, dgrad, keep, main_grad_of, wgrad, with_leading
+from deep_tile.train.recipe import Recipe, check_tensors, checked_once, require
 
 _FP8 = Recipe()
+
+_checked: dict[tuple, None] = {}
 
 _FIRST = 6
 """Position of the first weight among `_Mlp`'s arguments."""
@@ -102,7 +104,7 @@ class _Mlp(torch.autograd.Function):
             ctx.save_for_backward(at, at_scale, *keep(gate_up, recipe), *saved, *kept)
         ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype
         ctx.targets = [(weight.dtype, main_grad_of(weight)) for weight in weights]
-        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], last.shape[0]))  # as linear.py has it
+        return with_leading(y, x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -132,6 +134,11 @@ def _check(x, first: tuple, w_down, recipe: Recipe) -> tuple[joined.Layer, ...] 
     if len(first) not in (1, 2):
         raise ValueError(f"w_gate_up holds {len(first)} weights; pass one [2f, k], or those of gates and of ups")
     layers = check_once(x, first, (None,) * len(first), recipe)
+    checked_once(_checked, lambda: _check_last(x, first, w_down), recipe, x, *first, w_down)
+    return layers
+
+
+def _check_last(x, first: tuple, w_down) -> None:
     check_tensors({"w_down": WIDE, "x": WIDE}, x=x, w_down=w_down)
     shapes = [list(weight.shape) for weight in first]
     inner = w_down.shape[-1]
@@ -139,4 +146,3 @@ def _check(x, first: tuple, w_down, recipe: Recipe) -> tuple[joined.Layer, ...] 
         raise ValueError(
             f"w_gate_up has shapes {shapes}; for w_down of {list(w_down.shape)} it must be [{2 * inner}, k]"
         )
-    return layers

@@ -37,6 +37,13 @@ def cast_backward(kept: list, recipe: Recipe) -> tuple[torch.Tensor, torch.Tenso
     return made.bt, made.bt_scale
 
 
+def with_leading(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A layer's result for all rows of x, with x's leading dimensions."""
+    if x.dim() == 2:
+        return y
+    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[1]))  # of which FSDP2 does not warn
+
+
 def dgrad(
     codes: tuple[torch.Tensor, torch.Tensor], kept: list, recipe: Recipe, dx: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Run within vLLM by rehearse.py: a tiny model, dense or of experts, is made by vLLM's own code on a CPU, and its
-layers are called. Prints a line of JSON: the classes that serve, errors against dequantised weights, the key's part.
+layers are called. Prints a line of JSON: the classes that serve, errors against dequantised weights, and whether the
+compile cache's key is another one than without deep_tile.
 """
 
 import json
@@ -7,9 +8,12 @@ import os
 import sys
 
 import models
+import reference
 import torch
 import vllm.distributed.parallel_state as parallel
-from vllm import envs, platforms
+from reference import error
+from vllm import platforms
+from vllm.compilation.caching import aot_compile_hash_factors
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -17,12 +21,11 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from deep_tile import dequantize
+from deep_tile.integrations import vllm as plugin
 from deep_tile.integrations.vllm_experts import DeepTileBatchedExperts, DeepTileExperts
 from deep_tile.integrations.vllm_linear import DeepTileFp8BlockScaledMMKernel
 from deep_tile.integrations.vllm_mxfp4 import DeepTileMxfp4Experts
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-E2M1 = torch.cat([E2M1, -E2M1])
 CLASSES = DeepTileMxfp4Experts, DeepTileBatchedExperts, DeepTileExperts, DeepTileFp8BlockScaledMMKernel
 SIZES = {
     "hidden_size": 256,
@@ -43,10 +46,6 @@ def on_a_cpu(cuda: bool) -> None:
     type(platforms.current_platform).is_cuda_alike = classmethod(lambda _: cuda)
 
 
-def error(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((out.float() - wanted).norm() / wanted.norm()).item()
-
-
 def of_linear(layer, x: torch.Tensor) -> float:
     weight = dequantize(layer.weight.data, layer.weight_scale_inv.data, block=(128, 128))
     return error(layer(x)[0], x.float() @ weight.t())
@@ -64,25 +63,11 @@ def in_blocks(layer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def of_codes() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Those of a layer of MXFP4, and its biases, as they were loaded."""
     found = {name.rpartition(".")[2]: x for name, x in models.DRAWN.items()}
-
-    def wide(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        values = E2M1[torch.stack([codes % 16, codes // 16], -1).flatten(-2).int()]
-        return values * torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
-
-    matrices = (wide(found[f"{name}_weight"], found[f"{name}_weight_scale"]) for name in ("w13", "w2"))
+    matrices = (reference.wide(found[f"{name}_weight"], found[f"{name}_weight_scale"]) for name in ("w13", "w2"))
     return tuple(matrices), tuple(found.get(f"{name}_bias", torch.zeros(8, 1)) for name in ("w13", "w2"))
 
 
-def gated(gate_up: torch.Tensor, activation: MoEActivation) -> torch.Tensor:
-    if activation == MoEActivation.SILU:
-        gate, up = gate_up.chunk(2)
-        return torch.nn.functional.silu(gate) * up
-    gate, up = gate_up[::2].clamp(max=7), gate_up[1::2].clamp(-7, 7)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-
-
 def of_experts(kernel, layer, x: torch.Tensor, matrices, biases) -> float:
-    (up, down), (up_bias, down_bias) = matrices, biases
     ids = torch.stack([torch.randperm(8)[:2] for _ in x]).int()
     shares = torch.rand(len(x), 2)
     out = kernel.apply(
@@ -96,12 +81,8 @@ def of_experts(kernel, layer, x: torch.Tensor, matrices, biases) -> float:
         expert_map=None,
         apply_router_weight_on_input=False,
     )
-    wanted = torch.zeros(x.shape)
-    for token, chosen in enumerate(ids.tolist()):
-        for j, expert in enumerate(chosen):
-            h = gated(x[token].float() @ up[expert].t() + up_bias[expert].float(), layer.activation)
-            wanted[token] += shares[token, j] * (h @ down[expert].t() + down_bias[expert].float())
-    return error(out, wanted)
+    gated = reference.of_silu if layer.activation == MoEActivation.SILU else reference.of_gpt_oss
+    return error(out, reference.of_experts(x, ids, shares, matrices, biases, gated))
 
 
 def of_compiled(config, layer, x: torch.Tensor) -> tuple[float, int]:
@@ -173,11 +154,12 @@ def of_mxfp4_layer(layer) -> dict:
 def main(folder: str, kind: str) -> None:
     type(platforms.current_platform).dispatch_key = "CPU"
     config, model = make_model(folder, kind)
-    found = {"key": envs.compile_factors().get("VLLM_USE_DEEP_TILE")}
-    found["abstract"] = {each.__name__: sorted(each.__abstractmethods__) for each in CLASSES}
+    found = {"abstract": {each.__name__: sorted(each.__abstractmethods__) for each in CLASSES}}
     layer = model.model.layers[0]
     with torch.inference_mode(), set_current_vllm_config(config):
         found |= of_mxfp4_layer(layer) if kind in models.OF_MXFP4 else of_layer(config, layer, kind)
+        keys = [aot_compile_hash_factors(config), plugin.unregister(), aot_compile_hash_factors(config)]
+    found["has_own_key"] = keys[0] != keys[-1]
     print("FOUND", json.dumps(found))
 
 

@@ -100,6 +100,9 @@ STAND_INS = {
 MOST_ERROR = 0.08
 """Largest error of random FP8 layers against dequantised weights."""
 
+MOST_BYTES = 1.06
+"""Of packed experts, for one of a checkpoint: a width of 736, as a rank of four has of gpt-oss, is padded to 768."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -188,8 +191,8 @@ def check_vllm(folder: Path, name: str) -> list[str]:
         failures += [f"{name} has no {missing}" for name, missing in found["abstract"].items() if missing]
         if found.get("gates", 1) != 1:
             failures.append(f"{kind}: {found['gates']} gates of a layer have joined a cast")
-        if bool(found["key"]) is not bool(variable):
-            failures.append(f"{kind}, variable {variable!r}: the compile cache's key has {found['key']!r}")
+        if found["has_own_key"] is not bool(variable):
+            failures.append(f"{kind}, variable {variable!r}: has_own_key is {found['has_own_key']}")
         failures += [
             f"{kind}: {what} is {found[what]}" for what in found if what[:5] == "error" and found[what] > MOST_ERROR
         ]
@@ -210,8 +213,8 @@ def check_deep_gemm(folder: Path, name: str) -> list[str]:
 
 def check_sglang(folder: Path, name: str) -> list[str]:
     wanted = [
-        *("deepgemm_w8a8_block_fp8_linear_with_fallback", "grouped_gemm_nt_f8f8bf16_contig"),
-        "grouped_gemm_nt_f8f8bf16_masked",
+        *("deepgemm_w8a8_block_fp8_linear_with_fallback", "get_quant_method", "get_quant_method"),
+        *("grouped_gemm_nt_f8f8bf16_contig", "grouped_gemm_nt_f8f8bf16_masked"),
     ]
     failures = []
     for variable in ("1", ""):
@@ -220,6 +223,15 @@ def check_sglang(folder: Path, name: str) -> list[str]:
         if found.pop("hooked") != (wanted if variable else []):
             failures.append(f"variable {variable!r}: other functions are hooked\n{said[-2000:]}")
         failures += [f"{what} is false" for what, holds in found.items() if not holds]
+    for variable, asked in (("1", "auto"), ("1", "marlin"), ("", "auto")):
+        found, _ = run(folder, name, "in_sglang_mxfp4.py", asked, SGLANG_USE_DEEP_TILE=variable)
+        print(name, f"SGLANG_USE_DEEP_TILE={variable} --moe-runner-backend {asked}", found, flush=True)
+        for kind, layer in found.items():
+            serves = layer["method"].startswith("DeepTile")
+            if serves is not (variable == "1" and asked == "auto"):
+                failures.append(f"{kind}, variable {variable!r}, backend {asked}: {layer['method']} serves")
+            if serves and (layer["error"] > MOST_ERROR or layer["bytes"] > MOST_BYTES):
+                failures.append(f"{kind}: {layer}")
     return failures + check_deep_gemm(folder, name)
 
 
