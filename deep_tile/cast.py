@@ -42,7 +42,7 @@ _LIST_FIELDS = {"rows": "index", "offs": "living", "counts": "living"}
 """Fields in `params.CAST_OF_ROWS` for the tensors that select rows."""
 
 _TOKEN_FIELDS = {"rows": "index", "offs": "ends"}
-"""The same in `params.TRANSPOSED_CAST` and `params.CAST_BOTH`."""
+"""Places of these arguments in `params.TRANSPOSED_CAST` and `params.CAST_BOTH`."""
 
 
 class SortSchedule(NamedTuple):

@@ -66,7 +66,7 @@ class SortOptions(NamedTuple):
 
 
 class Sort(quantize.Casting):
-    """Of chosen, rows, offs and index."""
+    """The operation of `sort_by_expert`, with the tensors chosen, rows, offs and index."""
 
     Options, dtypes = SortOptions, sources.INDEX_DTYPES
 
@@ -104,7 +104,7 @@ class Sort(quantize.Casting):
         return given[0].contiguous(), *given[1:]
 
     def needs_kernel(self, given: Given) -> bool:
-        """What is no kernel's is sorted by torch, on a GPU, too."""
+        """Sort by torch what no kernel takes, also on a GPU."""
         chosen, _, offs, _ = given
         fits = len(offs) <= cast.MOST_EXPERTS and chosen.numel() <= cast.MOST_CHOICES
         return fits and chosen.numel() > 0 and self.is_on_gpu(chosen) and launches.is_hopper(chosen.get_device())
@@ -278,7 +278,7 @@ class Combine(Described):
     Options = NoOptions
 
     def allocated(self, given: Given, options: tuple) -> Given:
-        """As `Described` has it, without reading every argument's sizes."""
+        """Override of `Described` that does not read every argument's sizes."""
         x, weights, index, out = given
         shape = index.shape[0], x.shape[1]
         return x, weights, index, tensors.new_empty(x, shape, (shape[1], 1), torch.bfloat16) if out is None else out

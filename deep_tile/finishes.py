@@ -25,7 +25,7 @@ RESULT_NAMES = {**OUTPUT_NAMES, torch_dtype(RESULTS[RAW]): RAW}
 """Result names over all kinds, by dtype."""
 
 FORMAT_NAMES = {**RESULT_NAMES, torch_dtype(RESULTS[QUANTIZED]): QUANTIZED}
-"""The same with results that are cast."""
+"""Result names by dtype, those of results that are cast included."""
 
 _PAIRS = 2 * GATE_COLUMNS
 

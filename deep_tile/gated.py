@@ -101,7 +101,7 @@ def swiglu_gradient_cast_both(
 
 
 class SwigluCast(transposed.AlongTokens):
-    """Of dh, gate_up, what `Made` names, gate_up_scale, share and offs."""
+    """The operation of `swiglu_gradient_cast_both`: dh, gate_up, results as in `Made`, gate_up_scale, share, offs."""
 
     Options = both.BothOptions
 

@@ -128,7 +128,7 @@ def all_kernels(
 
 
 def default_kernels() -> list[LogitsKernel]:
-    """Those of the indexers that models have: 32 or 64 heads of 128 elements, and logits in FP32."""
+    """Kernels for the indexers of known models: 32 or 64 heads of 128 elements, with FP32 logits."""
     return [
         kernel for heads in (32, 64) for paged in (False, True) for kernel in all_kernels(128, heads, paged, "fp32")
     ]

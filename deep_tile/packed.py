@@ -30,7 +30,7 @@ _INTEGERS = torch.tensor([*range(0, 16, 2), *range(15, 0, -2)], dtype=torch.uint
 """Nibbles of integers in two's complement (packed_b.cuh), by which they are told apart without a table."""
 
 _INTEGER_STEP = 2.0**-8
-"""What an integer is multiplied with to be e4m3's, and its scale divided by."""
+"""Factor of an integer that makes it an e4m3 number; its scale is divided by it."""
 
 _NVFP4_BLOCK = 8.0
 """NVFP4 group scales are divided by this, so that 6 * 448 fits e4m3, and the global scale is multiplied by it."""
@@ -220,7 +220,7 @@ def shaped(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def shape_of_scale(kind: Kind, n: int, k: int) -> tuple[int, int]:
-    """Of a packed weight [n, k]."""
+    """The shape of the scale of a packed weight [n, k]."""
     return (n, _k_blocks(k)) if kind.scaling == "row_blocks" else scale_shape((n, k), WEIGHT_BLOCK)
 
 

@@ -13,7 +13,7 @@ from deep_tile import blocks, dense, experts, grouped, packed, quantize
 
 
 class _Layer(torch.nn.Module):
-    """Of packed weights, each a parameter [..., n, bytes] and its `_scale` by that name."""
+    """Base of modules with packed weights: parameters [..., n, bytes], each with its scale named `NAME_scale`."""
 
     def _give(self, name: str, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
         of_bias = "bias" if name == "weight" else f"{name}_bias"
@@ -216,7 +216,7 @@ class PackedExperts(_Layer):
 
 
 def products(model: torch.nn.Module, out_dtype: torch.dtype) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """Of each product that a model's layers make: (n, k), and keywords of `precompile`.
+    """List each GEMM of a model's layers: (n, k), and keywords of `precompile`.
 
     Args:
         out_dtype: of linear layers' results, unless a layer has another.
@@ -243,7 +243,7 @@ def _k_of(weight: torch.Tensor, scale: torch.Tensor) -> int:
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
-    """Of rows [g, 2 * n, ...] that alternate, those of the one, then those of the other."""
+    """Reorder alternating rows [g, 2 * n, ...]: all even rows, then all odd ones."""
     return torch.cat([x[:, ::2], x[:, 1::2]], 1)
 
 

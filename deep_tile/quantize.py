@@ -70,13 +70,13 @@ class Options(NamedTuple):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What every kernel that casts is told of them."""
+        """The values that every cast kernel gets."""
         divides = int(self.exact == "divide")
         return {"pow2_scale": self.round_scale == "pow2", "amax_floor": self.floor, "correction": divides}
 
 
 def values_of(options: NamedTuple, block_rows: int = 1) -> Options:
-    """Of a call whose options have these among them."""
+    """The cast options among the options of a call."""
     return Options(block_rows, options.amax_floor, options.round_scale, options.exact)
 
 
@@ -256,7 +256,7 @@ class Fake:
 
 
 class Casting(Operation):
-    """What allocates results of several layouts, and has one kernel; `dtypes` are those of its first tensor."""
+    """An operation with one kernel and results in several layouts; `dtypes` are those of its first tensor."""
 
     dtypes = SOURCE_DTYPES
 

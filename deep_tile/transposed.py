@@ -153,7 +153,7 @@ def _living(offs: torch.Tensor, tokens: int, alignment: int) -> torch.Tensor:
 def numbers_of(
     x: torch.Tensor, options: NamedTuple, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
 ) -> dict[str, float]:
-    """Those of `params.TRANSPOSED_CAST` for these tensors."""
+    """Arguments of `params.TRANSPOSED_CAST` for these tensors."""
     columns, tokens = out.shape
     return {
         **quantize.matrix_numbers(tokens, columns, x, out, scale),

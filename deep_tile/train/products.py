@@ -115,7 +115,7 @@ def product_along_tokens(x: torch.Tensor, x_scale: torch.Tensor) -> dense.Dense:
 
 
 def _multiply_along_tokens(operands: tuple, out: torch.Tensor, accumulate: bool) -> torch.Tensor:
-    """Of dy and x with their scales."""
+    """The weight gradient of dy and x with their scales."""
     if product_along_tokens(*operands[2:]) is dense.FP8_WGRAD:
         return dense.fp8_wgrad(*operands, out, accumulate=accumulate)
     return dense.scaled_gemm(*operands, out=out, accumulate=accumulate)
