@@ -312,8 +312,8 @@ CAST_OF_ROWS = Params(
     Field("sigmoid_factor", "float", "-alpha * log2(e)"),
     Field("beta", "float", "what is added to up"),
 )
-"""The parameters of a cast of listed rows, or of SwiGLU and its cast. More fields in `CAST` would change the code of all
-other casts."""
+"""The parameters of a cast of listed rows, or of SwiGLU and its cast. More fields in `CAST` would change the code of
+all other casts."""
 
 TRANSPOSED_CAST = Params(
     CAST.name,
