@@ -562,7 +562,7 @@ def test_compile_mode_makes_ready_and_launches_nothing(made_ready):
     deep_gemm.fp8_gemm_nt(a, b, out)
     assert_accurate(out, exact_product(operands))
     for wrong in (2, -1, True, "1", None):
-        with pytest.raises(ValueError, match="mode is .*; pass 1 to make products ready"):
+        with pytest.raises(ValueError, match="mode is .*; pass 1 to compile and load"):
             deep_gemm.set_compile_mode(wrong)
 
 

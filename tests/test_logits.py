@@ -246,7 +246,7 @@ def test_the_names_of_deep_gemm():
     by_page = deep_gemm.fp8_paged_mqa_logits(*given, clean_logits=True)
     assert torch.equal(by_page[4, :70], mqa_logits(q, kv, kv_scale, weights, starts * 0, ends * 0 + 70)[4])
     assert torch.equal(deep_gemm.fp8_fp4_paged_mqa_logits((q[None], None), *given[1:], clean_logits=True), by_page)
-    with pytest.raises(ValueError, match="block_kv is 32; pages of 64"):
+    with pytest.raises(ValueError, match="block_kv is 32; pages must hold 64"):
         deep_gemm.get_paged_mqa_logits_metadata(length, 32, 132)
     with pytest.raises(ValueError, match="q has scales, for Blackwell"):
         deep_gemm.fp8_fp4_mqa_logits((q, kv_scale), (kv, kv_scale), weights, starts, ends)
