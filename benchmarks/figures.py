@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import predict, report_train, store
 from benchmarks.report import CHART_COLORS, CHART_GREY, save_svg
 from deep_tile.config import GemmConfig
-from deep_tile.method import report
+from deep_tile.method import calls, report
 from deep_tile.problem import GemmProblem
 from deep_tile.select import cost
 from deep_tile.select.defaults import default_configs
@@ -40,8 +40,8 @@ def draw(folder: Path) -> list[Path]:
     """Write every figure and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"method_{name}.png" for name in ("roofline", "decode", "waves", "prediction")]
-    report.plot(report.derivation(4096, 4096, 7168), paths[0])
-    report.plot(report.derivation(64, 4096, 7168), paths[1])
+    report.plot(calls.derivation(4096, 4096, 7168), paths[0])
+    report.plot(calls.derivation(64, 4096, 7168), paths[1])
     plot_waves(paths[2])
     predict.plot(predict.compare(predict.load_search()), paths[3])
     paths.append(folder / "experts.svg")

@@ -47,10 +47,10 @@ from deep_tile.linear import quantize_weight as quantize_weight
 from deep_tile.logits import mqa_logits as mqa_logits
 from deep_tile.logits import paged_mqa_logits as paged_mqa_logits
 from deep_tile.logits import precompile_logits as precompile_logits
-from deep_tile.method.groups import GroupsExplanation as GroupsExplanation
-from deep_tile.method.groups import explain_groups as explain_groups
-from deep_tile.method.report import Explanation as Explanation
-from deep_tile.method.report import explain as explain
+from deep_tile.method.calls import Explanation as Explanation
+from deep_tile.method.calls import GroupsExplanation as GroupsExplanation
+from deep_tile.method.calls import explain as explain
+from deep_tile.method.calls import explain_groups as explain_groups
 from deep_tile.nn import precompile_model as precompile_model
 from deep_tile.packed import pack_weight as pack_weight
 from deep_tile.packed import unpack_weight as unpack_weight

@@ -217,12 +217,12 @@ def supports(
         Whether it does, and if not, why. Never raises: a wrong argument is a reason as well.
     """
     asked = m, n, k, dtype, out_dtype, (a_stride, b_stride), layout, grouping, groups, call
-    error = error_of(_check_supported, *asked)
+    error = error_of(described, *asked)
     return error is None, "supported" if error is None else str(error)
 
 
-def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call) -> None:
-    """Raise what is wrong about such a problem."""
+def described(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call, **finish) -> tuple[Operation, Sizes]:
+    """The operation that `supports` asks, and the sizes that have passed its checks; raises what is wrong."""
     for name, size in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if as_int(size) is None:
             raise ValueError(f"{name} is {size!r}; sizes are ints")
@@ -240,7 +240,9 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
     results = operation.results(kind)
     if out_dtype not in (None, *results):
         raise ValueError(f"out is {out_dtype}; supported is {' or '.join(map(str, results))}")
-    operation.check_sizes(Sizes(m, n, k, kind, dtype, out_dtype, strides, layout, grouping, groups))
+    sizes = Sizes(m, n, k, kind, dtype, out_dtype, strides, layout, grouping, groups, **finish)
+    operation.check_sizes(sizes)
+    return operation, sizes
 
 
 def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | None, grouping: str) -> tuple:
@@ -256,21 +258,23 @@ def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | 
     found = [(each, each.kind_for(dtype, usual)) for each in products.values()]
     found = [(each, kind) for each, kind in found if kind is not None]
     if not found:
-        taken = " or ".join(dict.fromkeys(name for each in products.values() for name in _operands_of(each)))
+        taken = " or ".join(dict.fromkeys(name for each in products.values() for name in operands_of(each)))
         raise ValueError(f"operands are {dtype}; {call or f'grouping {grouping!r}'} takes {taken}")
     return next((pair for pair in found if pair[1] is usual), found[0])
 
 
-def _operands_of(operation: Operation) -> list[str]:
+def operands_of(operation: Operation) -> list[str]:
     """Names of what it takes for `dtype`."""
     of_weights = [kind.name for kind in getattr(operation, "kinds", {}).values() if kind.packing]
     return of_weights or [str(dtype) for dtype in operation.dtypes]
 
 
-def product_for(kind: Kind, grouping: str = "none", out_dtype: torch.dtype | None = None) -> Product | None:
-    """The product that multiplies operands of this kind: the first that was described."""
+def product_for(
+    kind: Kind, grouping: str = "none", out_dtype: torch.dtype | None = None, *, taking: Iterable[str] = ()
+) -> Product | None:
+    """The product that multiplies operands of this kind and takes these keywords: the first that was described."""
     products = (each for each in OPERATIONS.values() if isinstance(each, Product) and grouping in each.groupings)
-    found = (each for each in products if kind in each.kinds.values())
+    found = (each for each in products if kind in each.kinds.values() and {*taking} <= {*each.names, *each._options})
     return next((each for each in found if out_dtype in (None, *each.results(kind))), None)
 
 
@@ -348,10 +352,6 @@ def precompile(
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")
     layouts = _checked_layouts(layouts, product)
     output = product.output if out_dtype is None else _PRECOMPILED[out_dtype]
-    if output == RAW and output not in product.outputs:
-        raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; INT32 results are of kind 'int8_unscaled'")
-    if output == QUANTIZED and kind != "fp8":
-        raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; results of fp8_gemm_cast are of kind 'fp8'")
     if bias not in (None, *OUTPUT_NAMES):
         raise ValueError(f"bias is {bias!r}; pass its dtype, one of {names(OUTPUT_NAMES)}, or nothing")
     finishes.check_activation(activation)
@@ -361,19 +361,21 @@ def precompile(
     for name, value in (("num_sms", num_sms), ("batch_invariant", batch_invariant), ("accumulate", accumulate)):
         options.check_one(name, value)
     options.check_one("progress", progress)
-    if accumulate and (output == QUANTIZED or finish != ("none", "none")):
+    if accumulate and finish != ("none", "none"):
         raise ValueError(
-            f"accumulate is True, out_dtype {out_dtype}, bias {bias} and activation {activation!r}; a product is added "
-            "without bias and activation, and not to float8_e4m3fn"
+            f"accumulate is True, bias {bias} and activation {activation!r}; a product is added without either"
         )
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")
-    if grouping != "none":
-        _check_grouped_kind(grouping, product, output, accumulate, layouts)
-        if finish != ("none", "none"):
-            raise ValueError(
-                f"grouping is {grouping!r}, bias {bias} and activation {activation!r}; grouped GEMMs have neither"
-            )
+    if grouping != "none" and not {"nt", "nn"}.issuperset(layouts):
+        raise ValueError(f"grouping is {grouping!r} and layouts {list(layouts)}; groups are of layouts 'nt' and 'nn'")
+    taking = {"accumulate": accumulate, "bias": bias is not None, "activation": activation is not None}
+    taking = [name for name, is_asked in taking.items() if is_asked]
+    operation, configs = product_for(product, grouping, out_dtype, taking=taking), set()
+    if operation is None:
+        known = [name for name, each in EVERY_KIND.items() if product_for(each, grouping, out_dtype, taking=taking)]
+        given = ", ".join([f"grouping is {grouping!r}, kind {kind!r}, out_dtype {out_dtype}", *taking])
+        raise ValueError(f"{given}: no call takes these together; kinds for the others: {', '.join(known) or 'none'}")
     if workers is not None and (as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     device = current_gpu()
@@ -383,7 +385,6 @@ def precompile(
         )
     else:
         num_sms = H200.num_sms
-    operation, configs = product_for(product, grouping, out_dtype), set()
     groups = None if grouping == "none" else Groups(grouping, 1, 1)
     for n, k, max_m in weights:
         finishes.check_pairs(n, activation)
@@ -401,24 +402,6 @@ def precompile(
     if casts:
         cast.load_kernels(device, workers, casts, progress)
     return Precompiled(ordered, jit.compilations() - before)
-
-
-def _check_grouped_kind(grouping: str, kind: Kind, output: str, accumulate: bool, layouts: tuple[str, ...]) -> None:
-    """Check that grouped GEMMs support kind, output, accumulation and layouts."""
-    if grouping == "k_offs":
-        if kind.name != "fp8_1x128" or output not in ("fp32", "bf16"):
-            raise ValueError(
-                f"grouping is {grouping!r}, kind {kind.name!r} and out_dtype {RESULTS[output].dtype}; such products "
-                "are of kind 'fp8_1x128', of float32 or bfloat16"
-            )
-        return
-    by_columns = kind.scaling == "row_blocks" and not kind.packing
-    if by_columns or output == QUANTIZED or accumulate or not {"nt", "nn"}.issuperset(layouts):
-        raise ValueError(
-            f"grouping is {grouping!r}, kind {kind.name!r}, out_dtype {RESULTS[output].dtype}, accumulate {accumulate} "
-            f"and layouts {list(layouts)}; products of groups of rows are of all kinds but 'fp8_1x128', written and "
-            "not added, to other results than float8_e4m3fn, and their layouts are 'nt' and 'nn'"
-        )
 
 
 def _checked_layouts(layouts: object, product: Kind) -> tuple[str, ...]:

@@ -502,7 +502,7 @@ def _values(source: formats.Source, rows: torch.Tensor) -> torch.Tensor:
     dtype = torch.bfloat16 if rows.is_cuda else torch.float32
     if not source.format.packed:
         return rows.to(dtype)
-    values, byte = torch.tensor(source.format.codes, dtype=dtype), torch.arange(256)
+    values, byte = torch.tensor(source.format.codes, dtype=dtype, device="cpu"), torch.arange(256, device="cpu")
     pairs = torch.stack([values[byte % 16], values[byte // 16]], 1).to(rows.device)
     return F.embedding(rows.int(), pairs).flatten(1)
 

@@ -32,18 +32,21 @@ SOURCES = {
 
 
 class Sizes(NamedTuple):
-    """A product without tensors, as `supports` describes it."""
+    """A call without tensors, as `supports` describes products; others, which `explain` knows, have no kind."""
 
     m: int
     n: int
     k: int
-    kind: Kind
-    dtype: torch.dtype
+    kind: Kind | None
+    dtype: torch.dtype | None
     out_dtype: torch.dtype | None
     strides: tuple[int | None, int | None]
     layout: str
     grouping: str
     groups: int
+    heads: int = 0
+    bias: torch.dtype | None = None
+    activation: str | None = None
 
     @property
     def over_tokens(self) -> "Sizes":

@@ -5,7 +5,7 @@ device must agree on is derived here, once; the kernel asserts the shared-memory
 """
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd
 
@@ -114,6 +114,16 @@ class GemmConfig:
     layout: str = "nt"
 
     def __post_init__(self):
+        for name, of in _FIELDS.items():
+            value = getattr(self, name)
+            if type(value) is of:
+                continue
+            number = as_int(value) if of is int else None
+            if number is None:
+                raise TypeError(
+                    f"GemmConfig: {name} is {value!r}, of type {type(value).__name__}; it must be of type {of.__name__}"
+                )
+            object.__setattr__(self, name, number)
         if self.output is None and self.kind in EVERY_KIND:
             object.__setattr__(self, "output", self.product.output)
         for name, value, known in (
@@ -786,6 +796,10 @@ class GemmConfig:
     @property
     def smem_bytes(self) -> int:
         return round_up(self.fixed_bytes + self.stages * self.stage_bytes, 1024)
+
+
+_FIELDS = {field.name: field.type for field in fields(GemmConfig) if field.type in (int, bool, str)}
+"""A config's fields and their types, but for its output, which may be None."""
 
 
 def as_int(number: object) -> int | None:

@@ -113,6 +113,12 @@ class Product(Operation):
     def results(self, kind: Kind) -> tuple[torch.dtype, ...]:
         return finishes.of_kind(kind)
 
+    def problem_for(self, asked: checks.Sizes, num_sms: int) -> GemmProblem:
+        """The problem of a call with such sizes."""
+        given, options = self.without_memory(asked)
+        options = options._replace(num_sms=num_sms, **self._defaults)
+        return self.problem(self.with_outs(given, options), options)._replace(kind=asked.kind.name)
+
     def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
         """Every config that problems like `of_all` in these layouts can be given for m up to `max_m`."""
         return {config for layout in layouts for config in configs_of(of_all._replace(layout=layout))}
@@ -175,7 +181,9 @@ class Dense(Product):
         out = None
         if not self._allocates:
             out = torch.empty(asked.m, asked.n, dtype=asked.out_dtype or self.out_dtype, device="meta")
-        return (*asked.operands(), out, None)[: len(self.names)], Options(out_dtype=asked.out_dtype)
+        bias = None if asked.bias is None else torch.empty(asked.n, dtype=asked.bias, device="meta")
+        options = Options(out_dtype=asked.out_dtype, activation=asked.activation)
+        return (*asked.operands(), out, bias)[: len(self.names)], options
 
     def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
         """A one-row operand may be read as K-major in any layout."""

@@ -69,6 +69,7 @@ class Sort(quantize.Casting):
     """The operation of `sort_by_expert`, with the tensors chosen, rows, offs and index."""
 
     Options, dtypes = SortOptions, sources.INDEX_DTYPES
+    unexplained = "its thread blocks wait for each other's counts, which is no time of memory or tensor cores"
 
     def allocated(self, given: Given, options: tuple) -> Given:
         chosen, (tokens, top_k), (experts, alignment) = given[0], given[0].shape, options

@@ -236,7 +236,9 @@ def _checked_global_scale(name: str, given: object, weight: torch.Tensor) -> tor
         )
     if isinstance(given, bool) or not isinstance(given, (Real, torch.Tensor)):
         raise TypeError(f"global_scale is {given!r}, a {type(given).__name__}; pass a number or a tensor of float32")
-    factor = given.detach() if isinstance(given, torch.Tensor) else torch.tensor(float(given), dtype=torch.float32)
+    if not isinstance(given, torch.Tensor):
+        given = torch.tensor(float(given), dtype=torch.float32, device="cpu")
+    factor = given.detach()
     if factor.dtype not in tensors.SCALE_DTYPES[:-1]:
         raise TypeError(f"global_scale is {factor.dtype}; pass global_scale.float()")
     if factor.numel() not in (1, math.prod(leading)):

@@ -113,7 +113,8 @@ class ProductCast(dense.Dense):
         return (quantize.FP8_DTYPE,)
 
     def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
-        return (*asked.operands(), None, None, None), Options()
+        (*operands, _, bias), options = super().without_memory(asked)
+        return (*operands, None, None, bias), Options(activation=options.activation)
 
     def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
         return {*plan.cast_configs_for(of_all, max_m)}
@@ -175,13 +176,15 @@ class ProductCast(dense.Dense):
             numbers = {name: getattr(options, name) for name in ("amax_floor", "round_scale", "exact")}
             quantize.per_token_cast_to_fp8(product, **numbers, out=out, scale_out=scale)
 
+    def problem(self, given: Given, options: Options) -> GemmProblem:
+        return dense.FP8_GEMM.problem((*given[:5], given[6]), options.product)
+
     def prepare(self, given: Given, options: Options) -> launches.Prepared | None:
         """The fused launch for a checked call; None if two are faster or none is needed."""
         *_, scale, bias = given
         if not self.needs_kernel(given):
             return None
-        device, product = scale.get_device(), (*given[:5], bias)
-        problem = dense.FP8_GEMM.problem(product, options.product)
+        device, product, problem = scale.get_device(), (*given[:5], bias), self.problem(given, options)
         layout = dense.FP8_GEMM.layout(product, problem.product)
         problem = problem.with_strides(layout.a_stride, layout.b_stride)
         config = checks.kernel_for(problem, options.config, device, self.name, choose=plan.cast_config_for)

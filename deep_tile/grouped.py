@@ -44,7 +44,7 @@ class Grouped(Product):
     dimensions."""
 
     Options = Options
-    groupings = ("offs", "counts")
+    groupings, sizes = ("offs", "counts"), "m n k groups"
 
     def options_of(self, given: Given, keywords: dict) -> Options:
         return Options("counts" if given[0].dim() == 3 else "offs", **keywords)

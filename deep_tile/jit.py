@@ -10,6 +10,7 @@ never an error, with one exception: a directory that others may write to is refu
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -262,9 +263,12 @@ def compile_kernel(source: str, name: str) -> Compiled:
     log = io.StringIO()
     start = time.perf_counter()
     try:
-        program = Program(source, "c++", options=options)
-        cubin = bytes(program.compile("cubin", logs=log).code)
+        with _outliving_the_interpreter(name):
+            program = Program(source, "c++", options=options)
+            cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core's compile error class is not public
+        if type(error).__module__.partition(".")[0] != "cuda":
+            raise  # by a signal's handler, as timeouts have it
         flags = b" ".join(options.as_bytes("nvrtc", "cubin")).decode()
         raise CompileError(_compile_error_text(source, name, flags, str(error))) from None
     if is_tested(version):
@@ -277,15 +281,41 @@ def compile_kernel(source: str, name: str) -> Compiled:
     return compiled
 
 
+_compiling: set[threading.Thread] = set()
+"""Threads within NVRTC."""
+
+_is_ending = False
+
+
+@contextlib.contextmanager
+def _outliving_the_interpreter(name: str) -> Iterator[None]:
+    """Have the interpreter's end wait for this thread: a daemon's NVRTC would go on without its library's memory, and
+    end the process by a segmentation fault."""
+    if _is_ending:
+        raise RuntimeError(f"{name} would have to be compiled, while the interpreter ends")
+    _compiling.add(threading.current_thread())
+    try:
+        yield
+    finally:
+        _compiling.discard(threading.current_thread())
+
+
+@atexit.register
+def _wait_for_compilers() -> None:
+    global _is_ending
+    _is_ending = True
+    while any(thread.is_alive() for thread in _compiling - {threading.current_thread()}):  # a fork's child has none
+        time.sleep(0.01)
+
+
 def _compile_error_text(source: str, name: str, flags: str, log: str) -> str:
-    with tempfile.NamedTemporaryFile("w", prefix=f"{name}_", suffix=".cu", delete=False) as file:
-        file.write(source)
-    return (
-        f"NVRTC {nvrtc_version()} cannot compile {name}\n"
-        f"options: {flags}\n"
-        f"source saved as: {file.name}\n"
-        f"{log.strip(_LOG_PADDING)}"
-    )
+    try:
+        with tempfile.NamedTemporaryFile("wb", prefix=f"{name}_", suffix=".cu", delete=False) as file:
+            file.write(source.encode())
+        place = f"saved as: {file.name}"
+    except OSError as error:
+        place = f"not saved: {error}"
+    return f"NVRTC {nvrtc_version()} cannot compile {name}\noptions: {flags}\nsource {place}\n{log.strip(_LOG_PADDING)}"
 
 
 _compilations = 0
@@ -373,9 +403,9 @@ def _dump(stem: Path, source: str, ptx: bytes, compiled: Compiled) -> None:
     cubin = stem.with_suffix(".cubin")
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        stem.with_suffix(".cu").write_text(source)
+        stem.with_suffix(".cu").write_bytes(source.encode())
         stem.with_suffix(".ptx").write_bytes(ptx)
-        stem.with_suffix(".log").write_text(compiled.log)
+        stem.with_suffix(".log").write_bytes(compiled.log.encode())
         cubin.write_bytes(compiled.cubin)
     except OSError as error:
         seen = f"{stem.parent}: {error.strerror}"
@@ -487,6 +517,7 @@ def clear_cache() -> None:
 
     Raises:
         OSError: the directory cannot be written.
+        RuntimeError: cuda.core, which finds the kernels, is missing.
     """
     _cache().clear()
 
@@ -602,7 +633,7 @@ class _KernelCache:
         cubin = packaged.checked(key, entry)
         if cubin is not None:
             return cubin
-        with contextlib.suppress(OSError, KeyError):
+        with contextlib.suppress(OSError, KeyError, ImportError):
             del self._files[key]  # torn, damaged or foreign
         return None
 
@@ -642,7 +673,7 @@ class _KernelCache:
         sizes = []
         with contextlib.suppress(PermissionError):  # of a directory in which this process finds no kernels
             for path in self.directory.glob(f"{_ENTRIES}/*/*"):
-                with contextlib.suppress(FileNotFoundError):  # another process may remove it meanwhile
+                with contextlib.suppress(OSError):  # another process may remove it meanwhile
                     sizes.append(path.stat().st_size)
         return sizes
 
@@ -650,11 +681,15 @@ class _KernelCache:
         self._memory.clear()
         if self.directory is not None and self.directory.exists():
             self.prepare()
-            self._files.clear()
+            try:
+                self._files.clear()
+            except ImportError as error:
+                raise _missing_compiler() from error
 
     @property
     def _files(self) -> FileStreamProgramCache:
-        """This process's cache object for the directory; it holds a lock. Raises OSError for an unusable directory."""
+        """This process's cache object for the directory; it holds a lock. Raises OSError for an unusable directory, and
+        ImportError without cuda.core."""
         with import_lock:
             from cuda.core.utils import FileStreamProgramCache
 
@@ -663,9 +698,12 @@ class _KernelCache:
             return self._keepers[os.getpid()]
 
     def _read(self, key: bytes) -> bytes | None:
-        self._check_writers(_entry_path(self.directory, key).parent)
+        path = _entry_path(self.directory, key)
+        self._check_writers(path.parent)
         with contextlib.suppress(OSError):
-            return _entry_path(self.directory, key).read_bytes()
+            if path.exists() and not path.is_file():
+                return None  # opening a pipe would wait for its writer
+            return path.read_bytes()
         with contextlib.suppress(OSError, ImportError):  # without cuda.core compilation raises a clear error
             return self._files.get(key)
         return None
@@ -675,12 +713,12 @@ class _KernelCache:
         if self.directory is None:
             yield
             return
-        with import_lock:
-            from filelock import FileLock
-
         with contextlib.ExitStack() as held:
             # Read-only or vanished directory, file system without locks, or timeout: go on without.
-            with contextlib.suppress(OSError, NotImplementedError):
+            with contextlib.suppress(OSError, NotImplementedError, ImportError):
+                with import_lock:
+                    from filelock import FileLock
+
                 locks = self.directory / "locks"
                 locks.mkdir(exist_ok=True)
                 held.enter_context(FileLock(locks / key.hex()).acquire(timeout=_LOCK_TIMEOUT_SECONDS))

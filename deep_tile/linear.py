@@ -18,6 +18,7 @@ from deep_tile.kinds import EVERY_KIND, Kind
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
 from deep_tile.params import Place
+from deep_tile.problem import GemmProblem
 
 _SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDE = "torch.bfloat16, torch.float16 or torch.float32"
@@ -215,6 +216,11 @@ class Linear(Operation):
 
     def results(self, kind: Kind) -> tuple[torch.dtype, ...]:
         return _SOURCE_DTYPES
+
+    def problem_for(self, asked: checks.Sizes, num_sms: int) -> GemmProblem:
+        """The product's, whose result has the input's dtype unless it is quantised."""
+        wide = None if asked.dtype == quantize.FP8_DTYPE else asked.dtype
+        return dense.FP8_GEMM.problem_for(asked._replace(out_dtype=asked.out_dtype or wide), num_sms)
 
     def check_sizes(self, asked: checks.Sizes) -> None:
         """The product's checks. An input that is not quantised yet may have any strides; `quantize_weight` aligns."""

@@ -13,10 +13,12 @@ import torch
 
 from deep_tile import cast, checks, launches, logits_launch, ops, tensors
 from deep_tile.codegen import LOGITS_TILE
-from deep_tile.config import check_sizes, round_up
+from deep_tile.config import ceil_div, check_sizes, round_up
 from deep_tile.logits_launch import HEAD_DIMS, HEADS, MOST_BATCH_QUERIES, SCALE_BYTES, Keys, LogitsLayout
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
+from deep_tile.select.hardware import Hardware
+from deep_tile.select.streaming import Prediction
 
 _OUTPUTS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -47,6 +49,7 @@ _PAGED_SHAPES = {
     "q": ("batch", "n", "heads", "head_dim"),
     "cache": ("pages", "64", "1", "head_dim + 4"),
     "weights": ("batch * n", "heads"),
+    "lengths": ("batch", "n"),
     "block_table": ("batch", "table_columns"),
     "out": ("batch * n", "columns"),
 }
@@ -162,7 +165,7 @@ class Logits(Operation):
 
     def shapes_of(self, given: Given) -> dict[str, tuple[str, ...]]:
         """The names of each tensor's sizes."""
-        return _SHAPES
+        return self.shapes
 
     def size(self, given: Given) -> tuple[int, int]:
         """Rows of the result, and its columns where the call does not say."""
@@ -261,6 +264,25 @@ class Logits(Operation):
         keys = Keys(1, len(kv), kv.stride(0) if len(kv) > 1 else head_dim, 0, 0)
         return self.launch(kernel, layout, q, keys, options)
 
+    sizes, shapes = "m n k heads", _SHAPES
+
+    def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
+        """m queries, of each sequence if there are groups, and n keys of k elements."""
+        m, n, k, batch = asked.m, asked.n, asked.k, asked.groups
+        pages = ceil_div(n, LOGITS_TILE)
+        sizes = {"rows": m, "keys": n, "heads": asked.heads, "head_dim": k, "64": LOGITS_TILE, "1": 1, "batch": batch}
+        sizes |= {"n": m, "batch * n": batch * m, "pages": batch * pages, "table_columns": pages}
+        sizes |= {"head_dim + 4": k + SCALE_BYTES}
+        shapes = ((name, [sizes[size] for size in self.shapes[name]]) for name in self.names[:-1])
+        made = (torch.empty(shape, dtype=_DTYPES[name][0], device="meta") for name, shape in shapes)
+        return (*made, None), Options(**self._defaults, out_dtype=asked.out_dtype)
+
+    def predict(self, given: Given, options: Options, bytes_moved: int, hardware: Hardware) -> Prediction:
+        (*queries, heads, head_dim), (rows, keys) = given[0].shape, self.size(given)
+        output = _OUTPUTS[options.out_dtype or torch.float32]
+        kernel = logits_launch.choose(head_dim, heads, queries[-1], len(queries) > 1, output)
+        return logits_launch.predict(kernel, rows, queries[-1], keys, bytes_moved, options.num_sms, hardware)
+
     def launch(self, kernel, layout: LogitsLayout, q: torch.Tensor, keys: Keys, options: Options) -> launches.Prepared:
         """The launch for q as a 3-D tensor."""
         (rows, heads, head_dim), device = q.shape, q.get_device()
@@ -274,12 +296,14 @@ class Logits(Operation):
 class PagedLogits(Logits):
     """`paged_mqa_logits`: on q, cache, weights, lengths, block_table and out."""
 
+    sizes, shapes = "m n k heads groups", _PAGED_SHAPES
+
     def size(self, given: Given) -> tuple[int, int]:
         batch, n, _, _ = given[0].shape
         return batch * n, LOGITS_TILE * given[4].shape[1]
 
     def shapes_of(self, given: Given) -> dict[str, tuple[str, ...]]:
-        return _PAGED_SHAPES | {"lengths": ("batch", "n") if given[3].dim() == 2 else ("batch",)}
+        return self.shapes if given[3].dim() == 2 else self.shapes | {"lengths": ("batch",)}
 
     def check_strides(self, named: dict) -> None:
         q, cache = named["q"], named["cache"]

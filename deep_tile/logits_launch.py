@@ -9,6 +9,9 @@ from deep_tile import _launcher, cast, params
 from deep_tile.codegen import LOGITS_TILE, LogitsKernel
 from deep_tile.config import ceil_div, round_up
 from deep_tile.params import MapLayout, Place
+from deep_tile.select.hardware import Hardware
+from deep_tile.select.streaming import Prediction
+from deep_tile.walls import product_flops
 
 HEAD_DIMS = (32, 64, 128)
 """Supported elements per head: TMA's swizzle spans."""
@@ -138,6 +141,35 @@ def blocks_of(kernel: LogitsKernel, rows: int, batch_rows: int) -> tuple[int, in
     """The number of query blocks, in total and per sequence."""
     batch_blocks = ceil_div(batch_rows, kernel.block_queries)
     return rows // batch_rows * batch_blocks, batch_blocks
+
+
+_READ_SHARE, _OVERLAP = 0.93, 4
+"""The share of a plain read's bandwidth, and the exponent with which bytes overlap products."""
+
+_TENSOR_SHARES = {32: 0.75, 64: 0.8, 128: 0.87}
+"""The share of the tensor rate under load, by heads in shared memory: a maximum and an FMA for each product bind.
+docs/indexer.md's prefills are within 14 %, 3 % on average, its decodes within 9 and 2 % (H100, 2026-11-26)."""
+
+
+def predict(
+    kernel: LogitsKernel, rows: int, batch_rows: int, keys: int, bytes_moved: int, num_sms: int, hardware: Hardware
+) -> Prediction:
+    """The prediction for `batch_rows` of the rows with so many keys for each sequence, all of which count."""
+    sizes, tflops, launch_us = (keys, kernel.head_dim), hardware.tflops("fp8"), hardware.stream_us
+    done = product_flops(rows // batch_rows * _multiplied(kernel, batch_rows) * kernel.heads, *sizes)
+    share = _TENSOR_SHARES[kernel.heads] * num_sms / hardware.num_sms
+    terms = {
+        "bytes through HBM": bytes_moved / (_READ_SHARE * hardware.hbm_tbps) / 1e6,
+        "products, and sums of heads": done / (share * tflops) / 1e6,
+    }
+    bound, least_us = max(terms.items(), key=lambda term: term[1])
+    whole_us = sum(us**_OVERLAP for us in terms.values()) ** (1 / _OVERLAP)
+    parts = [("launch and ramp", launch_us), (bound, least_us), ("what they do not hide", whole_us - least_us)]
+    queries = f"{kernel.block_queries} of the queries that share keys"
+    why = f"{kernel.name} multiplies {queries} at once; bound by {bound}. Constants are an H100's (2026-11-26)."
+    flops = product_flops(rows * kernel.heads, *sizes)
+    times = [{"name": kernel.name, "time_us": launch_us + whole_us}]
+    return Prediction(times, parts, bytes_moved, flops, tflops, why)
 
 
 def prepare(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deep_tile import api, blocks, cast, checks, formats, jit, packed_layers, quantize, replaceable, tensors
-from deep_tile.config import as_int
+from deep_tile.config import as_int, check_sizes
 from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
 from deep_tile.packed_layers import PackedExperts, PackedLinear
@@ -289,7 +289,7 @@ def _refuse_foreign(x: object, weight: object) -> None:
 def _check_bias(bias: object, n: int) -> None:
     if bias is None:
         return
-    if not isinstance(bias, torch.Tensor) or bias.dtype not in quantize.SOURCE_DTYPES:
+    if not isinstance(bias, torch.Tensor) or bias.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         seen = f"a tensor of {bias.dtype}" if isinstance(bias, torch.Tensor) else f"a {type(bias).__name__}"
         raise TypeError(f"bias is {seen}; pass a tensor of bfloat16, float16 or float32, or None")
     tensors.require_dense(bias=bias)
@@ -347,7 +347,7 @@ def replace_linears(
             embedding), is read by the model itself, or is computed or split; because hooks wrap its forward; or because
             transformers could not load it. The message names the layers and the remedy. Nothing has been replaced.
     """
-    _check_model(model)
+    tensors.require_module(model)
     if wanted is not None and not callable(wanted):
         raise TypeError(
             f"wanted is {wanted!r}; pass a function of a layer's name and the layer, such as "
@@ -370,11 +370,6 @@ def replace_linears(
             setattr(model.get_submodule(parent), own, replacement)
     say_fp8()
     return count
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is {model!r}, a {type(model).__name__}; pass a torch.nn.Module, which has the layers")
 
 
 def _replacement(layer: torch.nn.Linear, shared: dict[object, Linear], options: dict[str, Any]) -> Linear:
@@ -434,7 +429,8 @@ def precompile_model(
         ValueError: the model has no such layer.
         TypeError, ValueError, jit.CompileError: as `precompile`.
     """
-    _check_model(model)
+    tensors.require_module(model)
+    check_sizes(max_tokens=max_tokens)
     shapes_of: dict[tuple[tuple[str, Any], ...], set[tuple[int, int, int]]] = {}
     gathered = _gathered_shapes(model)
     given = {"num_sms": num_sms, "batch_invariant": batch_invariant, "out_dtype": out_dtype}

@@ -18,6 +18,8 @@ from torch import is_grad_enabled
 from deep_tile import _launcher, launches, ops, tensors
 from deep_tile.kinds import Kind
 from deep_tile.options import check as check_options
+from deep_tile.select.hardware import Hardware
+from deep_tile.select.streaming import Prediction
 
 OPERATIONS: "dict[str, Operation]" = {}
 """Operations of imported modules, by name."""
@@ -159,6 +161,26 @@ class Operation(ops.Op):
         self.check(given, options)
         self.check_memory(given, options)
 
+    # To be described for `explain`, beside `without_memory`; a product has `dense.Product.problem_for` instead.
+
+    sizes = "m n k"
+    """Those that `explain` takes, of m, n, k, groups and heads."""
+
+    unexplained = "one kernel for each dtype, bound by memory; `explain reduction` shows the walls of such kernels"
+    """Why `explain` does not know an operation that is neither a product nor predicts its time."""
+
+    def predict(self, given: Given, options, bytes_moved: int, hardware: Hardware) -> Prediction:
+        """The time of a checked call on meta tensors, whose results are among them."""
+        raise NotImplementedError
+
+    def with_outs(self, given: Given, options) -> Given:
+        """`given` with fake results where it has none."""
+        if given[self._first_out] is not None:
+            return given
+        made = self.fake(given, options)
+        made = (made,) if self._has_one_out else made
+        return (*given[: self._first_out], *made, *given[self._last_out + 1 :])
+
     # Derived from the description.
 
     def run(self, given: Given, options: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -248,7 +270,8 @@ class Operation(ops.Op):
         checked = self.checked(given, options)
         if self.needs_kernel(given):
             return self.prepare(given, checked)
-        with torch.inference_mode():  # inference mode allows writes to tensors that require a gradient
+        # Inference mode allows writes to tensors that require a gradient; autocast knows no float64.
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
             self.define(given, options)
         return None
 

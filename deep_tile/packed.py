@@ -26,7 +26,7 @@ _SIGNS = (4, 0, 5, 1, 6, 2, 7, 3)
 """Which code's sign each nibble holds, in a group of eight: four signs are then the top bits of four bytes, the other
 four are one shift away."""
 
-_INTEGERS = torch.tensor([*range(0, 16, 2), *range(15, 0, -2)], dtype=torch.uint8)
+_INTEGERS = (*range(0, 16, 2), *range(15, 0, -2))
 """Nibbles of integers in two's complement (packed_b.cuh), by which they are told apart without a table."""
 
 _INTEGER_STEP = 2.0**-8
@@ -312,7 +312,7 @@ def _packed(weight: torch.Tensor, scales: torch.Tensor | None, kind: Kind) -> to
     weight = F.pad(weight, (0, -weight.shape[1] % (SCALE_BLOCK // 2)))
     codes = torch.stack([weight & 15, weight >> 4], -1).view(-1, 8)
     if kind.name == "int4":
-        nibbles = _INTEGERS.to(weight.device)[codes.int()]
+        nibbles = torch.tensor(_INTEGERS, dtype=torch.uint8, device=weight.device)[codes.int()]
         words = nibbles[:, :4] | nibbles[:, 4:] << 4
     else:
         nibbles = (codes & 7) | (codes >> 3)[:, _SIGNS] << 3
@@ -335,7 +335,8 @@ def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Ten
     words = words.unflatten(-1, (SCALE_BLOCK // _COLUMN, UNIT_ROWS, _COLUMN // 8, 4)).permute(0, 2, 4, 1, 3, 5, 6)
     if kind.name == "int4":
         nibbles = torch.cat([words & 15, words >> 4], -1)
-        codes = _INTEGERS.argsort().to(torch.uint8).to(weight.device)[nibbles.int()]
+        of_nibbles = [_INTEGERS.index(nibble) for nibble in range(16)]
+        codes = torch.tensor(of_nibbles, dtype=torch.uint8, device=weight.device)[nibbles.int()]
     else:
         nibbles = torch.stack([words & 15, words >> 4], -1).flatten(-2)
         signs = torch.empty_like(nibbles)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from deep_tile import blocks, dense, experts, grouped, packed, quantize
+from deep_tile import blocks, dense, experts, grouped, packed, quantize, sources, tensors
+
+_WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Layer(torch.nn.Module):
@@ -200,6 +202,7 @@ class PackedExperts(_Layer):
             [t, hidden] in `x`'s dtype, summed in FP32.
         """
         _check_input(x, self.down.shape[1])
+        _check_routing(x, chosen, shares)
         rows, offs, index = experts.sort_by_expert(chosen, self.gate_up.shape[0])
         a, a_scale = quantize.per_token_cast_to_fp8(x, rows=rows, offs=offs)
         y = grouped.packed_grouped_gemm(a, a_scale, self.gate_up, self.gate_up_scale, offs)
@@ -249,10 +252,27 @@ def _halves(x: torch.Tensor) -> torch.Tensor:
 
 def _check_input(x: object, features: int) -> None:
     """Products know whole K blocks alone."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; pass a tensor [..., {features}]")
+    quantize.check_source_dtype("x", x, _WIDE)
+    _require_dense(x=x)
     if x.shape[-1:] != (features,):
         raise ValueError(f"x is {list(x.shape)}; this layer takes [..., {features}]")
+
+
+def _require_dense(**given: torch.Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        tensors.require_dense(**given)
+
+
+def _check_routing(x: torch.Tensor, chosen: object, shares: object) -> None:
+    """Rows are read by number, without a look at how many there are."""
+    for name, given, dtypes in (("chosen", chosen, sources.INDEX_DTYPES), ("shares", shares, _WIDE)):
+        if not isinstance(given, torch.Tensor) or given.dtype not in dtypes:
+            seen = f"a tensor of {given.dtype}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
+            raise TypeError(f"{name} is {seen}; pass a tensor [t, top_k] of {' or '.join(map(str, dtypes))}")
+    _require_dense(chosen=chosen, shares=shares)
+    if x.dim() != 2 or chosen.dim() != 2 or chosen.shape[0] != x.shape[0] or shares.shape != chosen.shape:
+        shapes = [list(given.shape) for given in (x, chosen, shares)]
+        raise ValueError(f"x, chosen and shares are {shapes}; they must be [t, hidden], [t, top_k] and [t, top_k]")
 
 
 def _check_experts(layer: PackedExperts) -> None:

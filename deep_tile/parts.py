@@ -4,7 +4,7 @@ Called by thin.py. Knows integers and CUDA device ordinals, not tensors: no torc
 casts (cast.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -13,6 +13,9 @@ from deep_tile.codegen import PartsKernel, SplitKernel, StreamingKernel, ThinKer
 from deep_tile.config import ceil_div, round_up
 from deep_tile.kinds import K_BLOCK_BYTES
 from deep_tile.params import MapLayout, Place
+from deep_tile.select.hardware import H100_SXM, Hardware
+from deep_tile.select.streaming import Prediction
+from deep_tile.walls import product_flops
 
 STEP = 64
 """K elements per K block."""
@@ -119,10 +122,14 @@ class Choice(NamedTuple):
 def choose(product: Product, room: Room, parts: int | None = None, invariant: bool = False) -> Choice:
     """The kernel and K part count with the least predicted time; with `parts` given, the kernel for that count. An
     `invariant` result does not depend on the kernel."""
+    choices = _choices(product, parts, invariant)
+    return min(choices, key=lambda choice: sum(_clocks(product, *choice, room)))
+
+
+def _choices(product: Product, parts: int | None = None, invariant: bool = False) -> Iterator[Choice]:
     counts = range(1, min(product.steps, MOST_PARTS) + 1) if parts is None else (parts,)
     known = [kernel for kernel in KERNELS if _suits(kernel, product, invariant)]
-    choices = (Choice(kernel, count) for kernel in known for count in counts)
-    return min(choices, key=lambda choice: _clocks(product, *choice, room))
+    return (Choice(kernel, count) for kernel in known for count in counts)
 
 
 def _suits(kernel: ThinKernel, product: Product, invariant: bool) -> bool:
@@ -165,8 +172,8 @@ _ROWS_AT_ONCE, _MORE_ROWS = 8448, 1.14
 took 1,460 clocks per K block, 8,192 in two parts 1,280."""
 
 
-def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> float:
-    """Predicted, from launch to end."""
+def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> tuple[float, float, float]:
+    """Predicted: to launch, split b and fill the ring; of K blocks; to add parts."""
     blocks, most = units(kernel, product, parts), room.blocks(kernel)
     begin, *steps = _KERNEL_CLOCKS[kernel.block_m, kernel.block_n, kernel.terms]
     step = steps[room.most is None and blocks > room.num_sms]
@@ -177,7 +184,35 @@ def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> flo
         begin += _SPLIT_CLOCKS + split_bytes / _SPLIT_BYTES
     bytes_of_part = product.m * (product.n + product.squares) * 8
     summed = _SUM_CLOCKS + parts * (_PART_CLOCKS + bytes_of_part / _SUM_BYTES) if parts > 1 else 0
-    return _LAUNCH_CLOCKS + begin + ceil_div(blocks, most) * ceil_div(product.steps, parts) * step + summed
+    return _LAUNCH_CLOCKS + begin, ceil_div(blocks, most) * ceil_div(product.steps, parts) * step, summed
+
+
+_CLOCKS_PER_US = 1650
+"""Of an SM under these kernels: the prediction is then within 7 % of docs/thin.md's pre-norm products, 3 % on average,
+and 19 % of its routers, 7 % on average (H100, 2026-11-26)."""
+
+_BOUND = 0.75
+"""The share of K blocks' time that their bytes take at HBM's rate where memory binds."""
+
+
+def predict(product: Product, room: Room, bytes_moved: int, hardware: Hardware) -> Prediction:
+    """By what an H100 takes; K blocks take no less than their operations at the tensor cores' rate under load."""
+    flops = product_flops(product.m, product.n, product.k) * product.matrices * product.terms
+    tflops, memory_us = hardware.tflops("bf16"), bytes_moved / H100_SXM.hbm_tbps / 1e6
+    clock = hardware.clock_mhz / H100_SXM.clock_mhz
+
+    def took(choice: Choice) -> tuple[float, float, float]:
+        begin, loop, summed = (clocks / _CLOCKS_PER_US for clocks in _clocks(product, *choice, room))
+        faster = hardware.hbm_tbps / H100_SXM.hbm_tbps if memory_us > _BOUND * loop else clock
+        return begin / clock, max(loop / faster, flops / tflops / 1e6), summed / clock
+
+    best = choose(product, room)
+    ranked = sorted(_choices(product), key=lambda choice: (choice != best, sum(took(choice))))
+    names = [f"{kernel.name} in {count} K parts" for kernel, count in ranked]
+    times = [{"name": name, "time_us": sum(took(choice))} for name, choice in zip(names, ranked, strict=True)]
+    parts = list(zip(("launch, split and fill", "K blocks", "adding K parts"), took(best), strict=True))
+    why = f"{names[0]} has the shortest predicted time, an H100's (2026-11-26), scaled by bandwidth or clock."
+    return Prediction(times, parts, bytes_moved, flops, tflops, why)
 
 
 def prepare(

@@ -16,6 +16,8 @@ TOLD_EVERY = 10
 def track_progress(items: Iterable, description: str, total: int | None = None) -> Iterable:
     """Pass items on and show progress."""
     total = len(items) if total is None else total
+    if sys.stderr is None:  # closed by a daemon
+        return items
     if not sys.stderr.isatty():
         return _told(items, description, total)
     from rich.console import Console  # here, because quiet callers need neither

@@ -73,6 +73,8 @@ def check(model: torch.nn.Module, layers: Layers) -> None:
         if layer.weight.dtype not in SOURCE_DTYPES:
             known = ", ".join(map(str, SOURCE_DTYPES))
             raise TypeError(f"the weight of {name!r} is {layer.weight.dtype}; it must be one of {known}")
+        if layer.bias is not None and layer.bias.dtype == torch.float64:
+            raise TypeError(f"the bias of {name!r} is torch.float64, which no product adds; call model.float() first")
     obstacles = [_in_itself, _of_training, _Sharing(model, layers).obstacle, _Reading(model).obstacle]
     refuse((name, found) for name, layer in layers.items() for of in obstacles if (found := of(name, layer)))
 
@@ -172,7 +174,8 @@ class _Sharing:
 
 def weight_key(weight: torch.Tensor) -> object:
     """A key, equal for weights that share memory."""
-    has_memory = tensors.is_plain(weight) and not weight.is_meta and weight.numel() > 0
+    is_made = not torch.nn.parameter.is_lazy(weight)
+    has_memory = is_made and tensors.is_plain(weight) and not weight.is_meta and weight.numel() > 0
     return (weight.device, weight.data_ptr(), weight.numel()) if has_memory else id(weight)
 
 

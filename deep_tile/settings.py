@@ -82,7 +82,7 @@ def cache_dir() -> Path | None:
 def cache_max_bytes() -> int:
     """Size above which the cache directory is trimmed."""
     text = _read(CACHE_MAX_MB)
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
+    if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) > 0):
         raise bad_value(CACHE_MAX_MB, text, "a positive integer")
     return int(text) << 20
 

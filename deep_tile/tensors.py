@@ -170,6 +170,12 @@ def require_tensors(**given: object) -> None:
     require_plain(**given)
 
 
+def require_module(model: object) -> None:
+    """Raise TypeError unless the argument `model` is a module."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {model!r}, a {type(model).__name__}; pass a torch.nn.Module, which has the layers")
+
+
 def require_plain(**tensors: torch.Tensor) -> None:
     """Raise unless a kernel can be given these tensors, by name. Takes 0.1 us for each on a GPU.
 

@@ -17,7 +17,8 @@ from deep_tile.config import ceil_div, round_up
 from deep_tile.jit import compilations
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
-from deep_tile.select.hardware import H200
+from deep_tile.select.hardware import H200, Hardware
+from deep_tile.select.streaming import Prediction
 
 
 class Options(NamedTuple):
@@ -209,6 +210,16 @@ class ByParts(Operation):
         if options.batch_invariant:
             fixed = min(parts.INVARIANT_PARTS, product.steps)
         return parts.choose(product, _room(operands[0], options), fixed, options.batch_invariant)
+
+    def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
+        """`asked.dtype` is b's."""
+        a = torch.empty(asked.m, asked.k, dtype=torch.bfloat16, device="meta")
+        b = torch.empty(asked.n, asked.k, dtype=asked.dtype or torch.float32, device="meta")
+        return (a, b, *(None,) * (len(self.names) - 2)), Options(out_dtype=asked.out_dtype)
+
+    def predict(self, given: Given, options: Options, bytes_moved: int, hardware: Hardware) -> Prediction:
+        room = parts.Room(options.num_sms, 1 if options.num_sms < hardware.num_sms else None)
+        return parts.predict(self.product(given[:2], options), room, bytes_moved, hardware)
 
     def needs_kernel(self, given: Given) -> bool:
         return self.is_on_gpu(given[0]) and all(x.numel() for x in given[:2])

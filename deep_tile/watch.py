@@ -65,7 +65,8 @@ def _opened() -> _Records:
     if _records is None:
         import torch
 
-        memory = torch.zeros(RECORDS * ctypes.sizeof(Record), dtype=torch.uint8, pin_memory=True)
+        size = RECORDS * ctypes.sizeof(Record)
+        memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True, device="cpu")
         _records = _Records(memory, memory.data_ptr(), [])
     return _records
 

@@ -11,6 +11,7 @@ import torch
 
 from deep_tile import checks, dense, finishes, grouped, launches, ops, params, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
+from deep_tile.kinds import Kind
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
@@ -82,7 +83,10 @@ def fp8_grouped_wgrad(
 
 class GroupedWgrad(dense.Product):
     Options = Options
-    groupings = ("k_offs",)
+    groupings, sizes = ("k_offs",), "m n k groups"
+
+    def results(self, kind: Kind) -> tuple[torch.dtype, ...]:
+        return _OUT_DTYPES
 
     def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
         asked = asked.over_tokens

@@ -9,12 +9,14 @@ import argparse
 import inspect
 from importlib import import_module
 from pathlib import Path
+from textwrap import wrap
 
 import deep_tile
 from deep_tile.dense import Differentiable, Product
 from deep_tile.discovery import OPS
 from deep_tile.gemm_cast import ProductCast
 from deep_tile.linear import Linear
+from deep_tile.method.described import is_explained
 from deep_tile.operation import OPERATIONS, Operation
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
@@ -39,7 +41,7 @@ BEFORE_CALLS = {
     "prepare": lambda each: each.name == "fp8_gemm",
     "precompile": is_compiled_before,
     "supports": lambda each: bool(each.groupings),
-    "explain": is_one_product,
+    "explain": is_explained,
     "tune": is_one_product,
 }
 """Functions that are asked with sizes alone or before calls, and the operations that they know."""
@@ -66,9 +68,32 @@ def table() -> str:
     for each in operations():
         takes = inspect.signature(getattr(deep_tile, each.name)).parameters
         cells = [column in takes for column in KEYWORDS] + [knows(each) for knows in BEFORE_CALLS.values()]
-        texts = ("yes" if cell else "" for cell in cells)
+        texts = ["yes" if cell else "" for cell in cells]
+        if is_explained(each):
+            texts[columns.index("explain")] = each.sizes.replace(" ", ", ")
         lines.append("| " + " | ".join((f"`{each.name}`", *texts, gradient(each))) + " |")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "`explain` takes the sizes in its column, and says of other operations why it has no answer:",
+            "",
+            *unexplained(),
+        ]
+    )
+
+
+def unexplained() -> list[str]:
+    """A line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for each in operations():
+        if not is_explained(each):
+            reasons.setdefault(each.unexplained, []).append(f"`{each.name}`")
+    return [
+        line
+        for reason, names in reasons.items()
+        for line in wrap(f"- {', '.join(names)}: {reason}.", 120, subsequent_indent="  ", break_on_hyphens=False)
+    ]
 
 
 def updated(text: str) -> str:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import platform
 import re
 import subprocess
@@ -697,3 +698,37 @@ def test_bug_in_an_import_is_not_taken_for_a_missing_package():
 def test_module_runs_as_a_program():
     finished = subprocess.run([sys.executable, "-m", "deep_tile", "--version"], capture_output=True, text=True)
     assert (finished.returncode, finished.stdout) == (0, f"deep_tile {deep_tile.__version__}\n")
+
+
+SHOWN = "explain 16x512x256"
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (f"{SHOWN} | true", 1),
+        (f"{SHOWN} --json | true", 1),
+        (f"{SHOWN} --groups 2 --json | true", 1),
+        (f"{SHOWN} >&-", 0),
+        (f"compile --shape {FEW_KERNELS} >/dev/null 2>&-", 0),
+    ],
+)
+def test_closed_streams_end_nothing_with_a_traceback(tmp_path, line, code):
+    environment = os.environ | {"PYTHON": sys.executable, "DEEP_TILE_CACHE_DIR": str(tmp_path / "cache")}
+    pipe = ["bash", "-c", f"set -o pipefail; $PYTHON -m deep_tile {line}"]
+    finished = subprocess.run(pipe, env=environment, capture_output=True, text=True)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (code, "", "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso8859-1"])
+def test_output_keeps_to_the_encoding_of_stdout(encoding):
+    command = [sys.executable, "-m", "deep_tile", *SHOWN.split()]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    finished = subprocess.run(command, env=environment, capture_output=True)
+    assert (finished.returncode, finished.stderr) == (0, b"")
+    assert finished.stdout.isascii() and b"fp8_gemm_64x" in finished.stdout
+
+
+def test_progress_needs_no_stderr(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert list(progress.track_progress([1, 2], "Counting")) == [1, 2]

@@ -304,6 +304,9 @@ def test_settings_of_the_process(monkeypatch):
     assert seen == [{"num_sms": 24, "pdl": True}] and (deep_gemm.get_num_sms(), deep_gemm.get_pdl()) == (24, True)
     with pytest.raises(TypeError, match="num_sms is 1.5"):
         deep_gemm.set_num_sms(1.5)
+    with pytest.raises(ValueError, match="num_sms is 0; pass an int from 1"):
+        deep_gemm.set_num_sms(0)
+    assert deep_gemm.get_num_sms() == 24
     for name in ("mqa_logits", "paged_mqa_logits"):
         monkeypatch.setattr(indexer.logits, name, lambda *operands, **options: seen.append(options))
     q, keys, lists = torch.empty(1, 32, 64), (torch.empty(9, 64), torch.empty(9)), [torch.empty(1)] * 3

@@ -5,6 +5,7 @@ import re
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deep_tile import jit
@@ -57,6 +58,26 @@ def legal_configs():
 def test_each_rule_refuses_and_says_why(arguments, message):
     with pytest.raises(ValueError, match=message):
         GemmConfig(**{"block_m": 128, "block_n": 128, "stages": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ({"stages": 4.0}, "stages is 4.0, of type float; it must be of type int"),
+        ({"split_k": True}, "split_k is True, of type bool"),
+        ({"cluster_m": None}, "cluster_m is None"),
+        ({"tma_store": 1}, "tma_store is 1, of type int; it must be of type bool"),
+        ({"kind": ["fp8"]}, r"kind is \['fp8'\], of type list; it must be of type str"),
+    ],
+)
+def test_fields_have_their_types_though_others_are_equal(arguments, seen):
+    with pytest.raises(TypeError, match=seen):
+        GemmConfig(**{"block_m": 128, "block_n": 128, "stages": 4, **arguments})
+
+
+def test_sizes_may_be_numpys():
+    config = GemmConfig(np.int64(128), 128, np.int32(4))
+    assert config == GemmConfig(128, 128, 4) and type(config.block_m) is int is type(config.stages)
 
 
 DERIVED = (

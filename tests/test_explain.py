@@ -10,7 +10,7 @@ import pytest
 
 import deep_tile
 from deep_tile.kinds import EVERY_KIND, name_of
-from deep_tile.method import report
+from deep_tile.method import calls, report
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.choose import choose, suits
 from deep_tile.select.cost import is_measured
@@ -82,7 +82,7 @@ def test_every_preset(call, gpu):
 
 def test_where_the_choice_for_another_gpu_differs_it_is_said(call):
     out = " ".join(call("explain", "64x24576x1536", "--hardware", "H100 SXM")[1].split())
-    derived = report.derivation(64, 24576, 1536, hardware="H100 SXM")
+    derived = calls.derivation(64, 24576, 1536, hardware="H100 SXM")
     used = choose(derived.problem)
     assert used != derived.choice.config
     assert f"By itself the call takes {used.name}" in out
@@ -280,12 +280,12 @@ def test_rows_of_a_group_fill_tiles():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"rows": 0}, "rows is 0; sizes must be positive"),
-        ({"grouping": "none"}, "grouping is 'none'; pass one of offs, counts, k_offs"),
+        ({"rows": 0}, "m is 0; sizes must be positive"),
+        ({"grouping": "none"}, "sizes are given as m, n, k, groups; fp8_gemm has m, n, k"),
         ({"num_sms": 133}, "num_sms is 133; H200 has 132"),
         ({"hardware": "A100"}, "A100"),
-        ({"kind": "fp8_1x128"}, "kind is 'fp8_1x128'; with grouping 'offs' pass one of fp8, bf16"),
-        ({"kind": "bf16", "grouping": "k_offs"}, "kind is 'bf16'; with grouping 'k_offs' pass one of fp8"),
+        ({"kind": "fp8_1x128"}, "operands are fp8_1x128; grouping 'offs' takes torch.float8_e4m3fn or torch.bfloat16"),
+        ({"kind": "bf16", "grouping": "k_offs"}, "grouping 'k_offs' takes torch.float8_e4m3fn"),
     ],
 )
 def test_groups_that_make_no_sense(arguments, said):
@@ -323,11 +323,10 @@ def test_groups_on_the_command_line(call):
     ("arguments", "said"),
     [
         ("--groups 4 256x512", "'256x512' is not MxNxK"),
-        ("2x256x512 --groups 4 --all", "--plot, --all"),
-        ("2x256x512 --groups 4 --bias bf16", "--activation and --layout are not for groups"),
-        ("2x256x512 --groups 4 --train", "--train, --output, --bias"),
-        ("2x256x512 --train --dtype bf16", "--train compares FP8 with BF16; leave --dtype out"),
-        ("2x256x512 --groups 4 --layout nn", "--activation and --layout are not for groups"),
+        ("2x256x512 --groups 4 --plot roof.png", "--plot draws products; it is not for groups"),
+        ("2x256x512 --groups 4 --train", "leave --call, --groups and --dtype out"),
+        ("2x256x512 --train --dtype bf16", "leave --call, --groups and --dtype out"),
+        ("2x256x512 --train --call fp8_gemm", "leave --call, --groups and --dtype out"),
         ("64x256x512 --tflops 1e200", "'1e200' is not a positive number from 1e-06 to 1e+09"),
         ("256x512", "'256x512' is not MxNxK"),
     ],
@@ -351,14 +350,14 @@ def test_a_layout_is_explained(call, layout):
     assert explained["config"].endswith(f"_{layout}") and explained["problem"]["layout"] == layout
     code, out, _ = call("explain", "4096x7168x2048", "--dtype", "bf16", "--layout", layout)
     assert code == 0 and explained["config"] in out
-    with pytest.raises(ValueError, match=f"layout is '{layout}'; operands of fp8 lie along k, as 'nt' says"):
+    with pytest.raises(ValueError, match=f"layout is '{layout}'; operands of float8_e4m3fn lie along k, as 'nt' says"):
         deep_tile.explain(4096, 7168, 2048, layout=layout)
 
 
 def test_a_finish_that_no_call_takes_is_refused():
-    with pytest.raises(ValueError, match="results are int32, and a bias or an activation is given; pass output fp32"):
+    with pytest.raises(ValueError, match="result is torch.int32, and a bias or an activation is given"):
         deep_tile.explain(128, 512, 512, dtype="int8_unscaled", activation="relu")
-    with pytest.raises(ValueError, match="n is 24; activation 'swiglu' takes multiples of 16"):
+    with pytest.raises(ValueError, match="activation is 'swiglu' and n is 24; it takes a multiple of 16"):
         deep_tile.explain(128, 24, 512, activation="swiglu")
 
 
@@ -371,9 +370,10 @@ def test_a_finish_is_explained():
     plain, gated = (deep_tile.explain(4096, 7168, 2048, dtype="bf16", activation=name) for name in ("none", "swiglu"))
     assert gated["config"].startswith("bf16_gemm_") and gated["config"].endswith("_swiglu")
     assert gated["walls"][0]["value"] > plain["walls"][0]["value"]  # half as many columns are written
-    for wrong, text in (({"bias": "int8"}, "bias is 'int8'"), ({"dtype": "tf32", "bias": "bf16"}, "dtype is 'tf32'")):
-        with pytest.raises(ValueError, match=text):
-            deep_tile.explain(64, 64, 64, **wrong)
+    with pytest.raises(TypeError, match="bias must be one of torch.bfloat16, .*; got torch.int8"):
+        deep_tile.explain(64, 64, 64, bias="int8")
+    with pytest.raises(ValueError, match="operands are tf32; supported is torch.float8_e4m3fn or"):
+        deep_tile.explain(64, 64, 64, dtype="tf32", bias="bf16")
 
 
 # ---- hardware that has no preset

@@ -108,6 +108,43 @@ def test_compile_error_tells_everything():
     saved.unlink()
 
 
+def test_compile_error_is_told_where_its_source_cannot_be_saved(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(jit.CompileError, match="(?s)source not saved: .*No such file.*is undefined"):
+        load(SOURCE.replace("42", "missing_name"))
+
+
+def test_a_signal_handlers_exception_is_no_compile_error(monkeypatch):
+    def interrupted(*ignored, **options):
+        raise TimeoutError("too slow")
+
+    _, options = jit._compiler()
+    monkeypatch.setattr(jit, "_compiler", lambda: (interrupted, options))
+    with pytest.raises(TimeoutError, match="too slow"):
+        load()
+
+
+def test_exit_waits_for_a_compiling_daemon():
+    """NVRTC would go on without its library's memory: a segmentation fault."""
+    code = (
+        "import threading, time; from deep_tile import jit\n"
+        "begun, (_, options) = threading.Event(), jit._compiler()\n"
+        "def compile_slowly(*ignored, **how): begun.set(); time.sleep(0.3); print('ended'); exit()\n"
+        "jit._compiler = lambda: (compile_slowly, options)\n"
+        "threading.Thread(target=jit.compile_kernel, args=('', 'k'), daemon=True).start()\n"
+        "begun.wait()\n"
+    )
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")
+
+
+def test_nothing_is_compiled_once_the_interpreter_ends(monkeypatch):
+    monkeypatch.setattr(jit, "_is_ending", True)
+    with pytest.raises(RuntimeError, match="while the interpreter ends"):
+        load()
+
+
 def test_ptxas_error_is_a_compile_error():
     source = 'extern "C" __global__ void answer() { asm volatile("no_such_instruction;"); }'
     with pytest.raises(jit.CompileError, match="ptxas") as error:
@@ -407,6 +444,42 @@ def test_damaged_entry_is_compiled_again(directory, damage):
     assert entry.read_bytes() == good
     with compiles(0):
         load()
+
+
+def be_a_pipe(entry: Path) -> None:
+    entry.unlink()
+    os.mkfifo(entry)
+
+
+def be_a_loop(entry: Path) -> None:
+    entry.unlink()
+    entry.symlink_to(entry)
+
+
+@pytest.mark.parametrize("become", [be_a_pipe, be_a_loop])
+def test_what_cannot_be_read_in_place_of_an_entry_is_not_waited_for(directory, become):
+    become(stored_entry(directory))
+    forget_cache()
+    with warnings.catch_warnings(), compiles(1):
+        warnings.simplefilter("ignore", RuntimeWarning)  # what a loop's place takes stays in memory
+        assert load().startswith(b"\x7fELF")
+    assert jit.cache_info().entries <= 1
+
+
+WITHOUT_CUDA = """
+import sys
+sys.modules.update(dict.fromkeys(("cuda", "cuda.core", "cuda.core.utils", "cuda.bindings")))
+from deep_tile import jit
+"""
+
+
+@pytest.mark.parametrize("call", [f"jit.load_cubin({SOURCE!r}, 'answer')", "jit.clear_cache()"])
+def test_a_damaged_entry_without_cuda_core_tells_the_remedy(directory, call):
+    empty(stored_entry(directory))
+    code = f"{WITHOUT_CUDA}try: {call}\nexcept RuntimeError as error: print(error)"
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert 'pip install "deep_tile[cu13]"' in ended.stdout, ended.stderr
 
 
 def test_directory_in_place_of_an_entry_is_not_fatal(directory):

@@ -42,14 +42,16 @@ MAY_IMPORT = {
     "launches": {"_launcher", "tensors"},
     "ops": {"_launcher"},
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
-    "logits_launch": {"_launcher", "cast", "codegen", "config", "params"},
-    "logits": {"cast", "checks", "codegen", "config", "launches", "logits_launch", "operation", "ops", "tensors"},
+    "logits_launch": {"_launcher", "cast", "codegen", "config", "params", "select", "walls"},
+    "logits": {"cast", "checks", "codegen", "config", "launches", "logits_launch", "operation", "ops", "tensors"}
+    | {"select"},
     "sources": {"ops", "params", "tensors"},
-    "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "sources"}
-    | {"tensors"},
-    "experts": {"cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
-    "transposed": {"cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
+    "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "select"}
+    | {"sources", "tensors"},
+    "experts": {"cast", "config", "launches", "operation", "ops", "quantize", "select", "sources", "tensors"},
+    "transposed": {"cast", "config", "launches", "operation", "ops", "quantize", "select", "sources", "tensors"},
     "both": {
+        "select",
         "cast",
         "config",
         "launches",
@@ -69,9 +71,9 @@ MAY_IMPORT = {
     "reference": {"config", "kinds", "quantize"},
     "finishes": {"kinds", "ops", "tensors"},
     "options": {"config", "finishes"},
-    "operation": {"_launcher", "kinds", "launches", "ops", "options", "tensors"},
+    "operation": {"_launcher", "kinds", "launches", "ops", "options", "select", "tensors"},
     "checks": CALL | {"finishes", "packed"},
-    "parts": {"_launcher", "cast", "codegen", "config", "kinds", "params"},
+    "parts": {"_launcher", "cast", "codegen", "config", "kinds", "params", "select", "walls"},
     "thin": {"_launcher", "cast", "checks", "config", "finishes", "jit", "launches", "operation", "ops", "options"}
     | {"params", "parts", "select", "tensors"},
     "unpack": {
@@ -106,13 +108,15 @@ MAY_IMPORT = {
         "ops",
         "options",
         "params",
+        "problem",
     }
     | {"quantize", "tensors"},
     "sums": {"dense", "finishes", "grouped", "operation", "ops", "options", "tensors", "thin"},
     "replaceable": {"quantize", "tensors"},
     "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "launches"}
     | {"ops", "params", "quantize", "select", "tensors", "transposed", "wgrad"},
-    "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"},
+    "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"}
+    | {"sources", "tensors"},
     "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "packed_layers"}
     | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
@@ -137,9 +141,10 @@ MAY_IMPORT = {
         "wgrad",
     },
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
-    "method": SIZES | {"select"},
+    "method": SIZES | {"api", "checks", "discovery", "operation", "quantize", "select", "tensors"},
     "tools": CALL
-    | {"packaged", "", "api", "cast", "codegen", "dense", "grouped", "integrations", "method", "params", "quantize"}
+    | {"packaged", "", "api", "cast", "codegen", "dense", "discovery", "grouped", "integrations", "method", "params"}
+    | {"quantize"}
     | {"logits_launch", "packed", "parts", "progress", "sass", "wgrad"},
     "": {"discovery"},
     "discovery": set(),
@@ -188,6 +193,7 @@ WITH_TORCH = {
     "launches",
     "linear",
     "logits",
+    "method.described",
     "nn",
     "operation",
     "ops",
@@ -228,6 +234,7 @@ WITH_TORCH = {
 LATER_WITH_TORCH = {
     "integrations.sglang",
     "integrations.vllm",
+    "method.calls",
     "tools.cli",
     "tools.demo",
     "tools.demo_experts",

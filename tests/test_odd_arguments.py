@@ -14,6 +14,7 @@ from bad_calls import freed
 import deep_tile
 from deep_tile import cast, nn, params, train
 from deep_tile.compat import deep_gemm
+from deep_tile.integrations import transformers
 
 M, N, K, G = 6, 144, 256, 3
 FP8 = torch.float8_e4m3fn
@@ -212,12 +213,105 @@ def test_packed_layers_take_whole_rows():
     """A row that lacks some of its last K block has as many K blocks."""
     with pytest.raises(ValueError, match=r"x is \[3, 127\]; this layer takes \[..., 128\]"):
         nn.PackedLinear(128, 48)(torch.randn(3, 127))
-    with pytest.raises(TypeError, match="x is a NoneType"):
+    with pytest.raises(TypeError, match="x is a .*NoneType"):
         nn.PackedLinear(128, 48)(None)
     assert nn.PackedLinear(0, 16)(torch.zeros(3, 0)).shape == (3, 16)
     layer, chosen = nn.PackedExperts(2, 128, 64), torch.zeros(3, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"x is \[3, 127\]"):
         layer(torch.randn(3, 127).bfloat16(), chosen, torch.ones(3, 1))
+
+
+ODD_TENSORS = {
+    "sparse": lambda: torch.eye(4, 128).to_sparse(),
+    "sparse rows": lambda: torch.eye(4, 128).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(3, 128), torch.randn(2, 128)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(3, 128), torch.randn(2, 128)], layout=torch.jagged),
+    "lazy": torch.nn.parameter.UninitializedParameter,
+    "double": lambda: torch.randn(4, 128).double(),
+}
+
+
+@pytest.mark.parametrize("make", ODD_TENSORS.values(), ids=[*ODD_TENSORS])
+def test_packed_layers_refuse_odd_tensors_by_name(make):
+    layer, one = nn.PackedExperts(2, 128, 64), torch.zeros(4, 128, dtype=torch.int64)
+    for call in (nn.PackedLinear(128, 48), lambda x: layer(x, one[:, :1], torch.ones(4, 1))):
+        with pytest.raises(TypeError, match="^x is a"):
+            call(make())
+    with pytest.raises(TypeError, match="^shares is a"):
+        layer(torch.randn(4, 128).bfloat16(), one, make())
+
+
+@pytest.mark.parametrize("shares", [None, 3, [1.0], torch.ones(4, 1).cfloat(), torch.ones(4, 1).int()], ids=str)
+def test_shares_are_wide_numbers(shares):
+    layer, chosen = nn.PackedExperts(2, 128, 64), torch.zeros(4, 1, dtype=torch.int64)
+    with pytest.raises(TypeError, match="shares is a .*pass a tensor"):
+        layer(torch.randn(4, 128).bfloat16(), chosen, shares)
+
+
+@pytest.mark.parametrize(("tokens", "choices"), [(3, 4), (5, 4), (0, 4), (4, 0)])
+def test_each_token_is_chosen_for(tokens, choices):
+    """Rows beyond x would be read."""
+    layer, chosen = nn.PackedExperts(2, 128, 64), torch.zeros(choices, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="x, chosen and shares are"):
+        layer(torch.randn(tokens, 128).bfloat16(), chosen, torch.ones(choices, 1))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        train.convert,
+        train.gather_fp8,
+        lambda model: train.precompile(model, 8),
+        lambda model: nn.precompile_model(model, 8),
+        nn.replace_linears,
+        transformers.rebase,
+        transformers.pack,
+    ],
+    ids=["convert", "gather_fp8", "precompile", "precompile_model", "replace_linears", "rebase", "pack"],
+)
+def test_models_are_modules(call):
+    for model in (None, [torch.nn.Linear(4, 4)], torch.nn.Linear):
+        with pytest.raises(TypeError, match="model is .*pass a torch.nn.Module"):
+            call(model)
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 2.5, "8", True])
+def test_tokens_are_an_int(tokens):
+    model = train.convert(torch.nn.Linear(16, 16), lambda *_: True)
+    with pytest.raises((TypeError, ValueError), match="^tokens is"):
+        train.precompile(model, tokens)
+    with pytest.raises((TypeError, ValueError), match="^max_tokens is"):
+        nn.precompile_model(nn.Linear(16, 16), tokens)
+
+
+def test_wanted_is_a_function():
+    with pytest.raises(TypeError, match="wanted is 'x'; pass a function"):
+        train.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), "x")
+
+
+def test_a_layer_that_could_not_run_is_not_made():
+    linear = torch.nn.Linear(16, 16, dtype=torch.float64).eval()
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), linear).eval()
+    with pytest.raises(TypeError, match="the bias of '1' is torch.float64.*model.float"):
+        nn.replace_linears(model)
+    assert type(model[0]) is torch.nn.Linear
+    with pytest.raises(TypeError, match="bias is a tensor of torch.float64"):
+        nn.Linear.from_float(linear)
+
+
+def test_layers_that_are_not_made_yet_stay():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LazyLinear(16)).eval()
+    assert nn.replace_linears(model) == 1 and type(model[1]) is torch.nn.LazyLinear
+
+
+def test_mlp_names_its_weights():
+    x, w = torch.randn(4, 128), torch.randn(256, 128)
+    for given in (None, 3):
+        with pytest.raises(TypeError, match="w_gate_up is a"):
+            train.mlp(x, given, w)
+    for shape in ((), (128,), (2, 64, 128)):
+        with pytest.raises(ValueError, match=r"w_down has shape .*\[n, f\]"):
+            train.mlp(x, w, torch.zeros(shape))
 
 
 def test_pairs_without_columns_or_rows():

@@ -135,6 +135,7 @@ def test_own_variable_comes_before_deep_gemm_s(monkeypatch):
         ("DEEP_TILE_CACHE_MAX_MB", "-5", settings.cache_max_bytes),
         ("DEEP_TILE_CACHE_MAX_MB", "1.5", settings.cache_max_bytes),
         ("DEEP_TILE_CACHE_MAX_MB", "²", settings.cache_max_bytes),
+        ("DEEP_TILE_CACHE_MAX_MB", "9" * 5000, settings.cache_max_bytes),
         ("DEEP_TILE_PRINT_CONFIG", "yes", settings.print_config),
         ("DEEP_TILE_DUMP_DIR", "here", settings.dump_dir),
         ("DEEP_TILE_TUNED", "mine.json", settings.tuned_file),

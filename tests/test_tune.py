@@ -237,8 +237,12 @@ def test_named_file_is_read_and_written(forgetful, monkeypatch, tmp_path):
         '{"num_sms": 132, "choices": {"1x2x3": {"us": 1}}}',
         '{"num_sms": 132, "choices": {"1x2x3": {"us": 1, "config": {"block_m": 64, "unknown": 1}}}}',
         '{"num_sms": 132, "choices": {"1x2x3": {"us": 1, "config": {"block_m": 65, "block_n": 64, "stages": 4}}}}',
+        '{"num_sms": 132, "choices": {"1x2x3": {"us": "x", "config": {"block_m": 64, "block_n": 64, "stages": 4}}}}',
+        '{"num_sms": Infinity, "choices": {}}',
+        "[" * 200_000,
         "\N{SNOWMAN}",
     ],
+    ids=lambda text: text[:90],
 )
 def test_broken_file_is_one_warning_and_is_replaced(forgetful, text):
     path = tuned.path_for(GPU)
@@ -255,6 +259,12 @@ def test_broken_file_is_one_warning_and_is_replaced(forgetful, text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plan.config_for(PROBLEM) == config
+
+
+def test_a_choice_of_groups_is_none_for_a_matrix():
+    config = GemmConfig(128, 64, 4, grouping="offs")
+    own = tuned_choice(PROBLEM, {KEY: config})
+    assert own is None and tuned_choice(PROBLEM, {KEY: another_config()}) is not None
 
 
 @pytest.mark.parametrize("variable", ["DEEP_TILE_CACHE_DIR", "DEEP_TILE_TUNED"])
@@ -448,7 +458,7 @@ def test_groups_are_collected_by_weight():
         (["--groups", "8"], "give RxNxK beside --groups"),
         (["7168x2048", "--grouping", "counts"], "give --groups G, too"),
         (["8x7168x2048", "--groups", "8", "--wide"], "--wide and --output are not for groups"),
-        (["8x7168x2048", "--groups", "8", "--kind", "fp8_1x128"], "kind is 'fp8_1x128'; with grouping"),
+        (["8x7168x2048", "--groups", "8", "--kind", "fp8_1x128"], "operands are fp8_1x128; grouping 'offs' takes"),
         (["7168x2048", "--output", "int32"], "results of fp8 are bf16, fp16, fp32; --output is int32"),
         (["8x7168x2048", "--groups", "8", "--shapes", "/dev/null"], "has no line MxNxK"),
     ],

@@ -50,5 +50,5 @@ def _check_order(m_indices: torch.Tensor, groups: int, alignment: int) -> None:
 
 def ends_of(lengths: list[int], device: torch.device) -> torch.Tensor:
     """Group ends on the device; the host does not wait."""
-    ends = torch.tensor([*accumulate(lengths)], dtype=torch.int32)
+    ends = torch.tensor([*accumulate(lengths)], dtype=torch.int32, device="cpu")
     return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends

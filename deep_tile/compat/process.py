@@ -14,6 +14,8 @@ def set_num_sms(num_sms: int) -> None:
     number = as_int(num_sms)
     if number is None:
         raise TypeError(f"num_sms is {num_sms!r}, of type {type(num_sms).__name__}; pass an int")
+    if number < 1:
+        raise ValueError(f"num_sms is {num_sms}; pass an int from 1")
     settings["num_sms"] = number
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from deep_tile import blocks
+from deep_tile import blocks, tensors
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.quantize import FP8_DTYPE, WEIGHT_BLOCK
 
@@ -43,6 +43,7 @@ def rebase(model: torch.nn.Module, *, max_error: float = blocks.MAX_ERROR) -> di
     """
     from transformers.integrations import finegrained_fp8 as client
 
+    tensors.require_module(model)
     reports, left = {}, False
     for name, layer in model.named_modules():
         if not isinstance(layer, (client.FP8Linear, client.FP8Experts)):

@@ -5,7 +5,7 @@ Called by users, after a model is loaded; `transformers_blocks.rebase` instead m
 
 import torch
 
-from deep_tile import blocks, nn
+from deep_tile import blocks, nn, tensors
 from deep_tile.integrations.transformers_blocks import is_packed
 from deep_tile.integrations.transformers_experts import gating, is_gated_by
 
@@ -30,6 +30,7 @@ def pack(model: torch.nn.Module, *, max_error: float = blocks.MAX_ERROR) -> list
     """
     from transformers.integrations import finegrained_fp8 as client
 
+    tensors.require_module(model)
     if isinstance(model, client.FP8Experts):
         raise ValueError("model is a layer of experts; pass the model that has it, in which it is replaced")
     silu, done = (torch.nn.SiLU, type(client.ACT2FN["silu"])), []

@@ -1,7 +1,7 @@
-"""`explain`: from m, n, k to a kernel, step by step, as data, as text for a terminal, or as a picture.
+"""`explain` for products: from m, n, k to a kernel, step by step, as data, as text for a terminal, or as a picture.
 
-Called by the command line and, through `deep_tile.explain`, by users. It computes nothing: it shows roofline.py's
-derivation, which is the selector's. No GPU, no torch; matplotlib only for the picture.
+Called by calls.py; groups.py and predicted.py share its tables. It computes nothing: it shows roofline.py's derivation,
+which is the selector's. No GPU, no torch; matplotlib only for the picture.
 """
 
 from __future__ import annotations
@@ -11,27 +11,23 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 
-from deep_tile.config import check_sizes
-from deep_tile.kinds import ACTIVATIONS, BIASES, EVERY_KIND, GATE_COLUMNS, LAYOUTS, OUTPUTS, RAW, name_of
-from deep_tile.method.roofline import Candidate, Derivation, derive, judged
-from deep_tile.problem import GemmProblem
+from deep_tile.kinds import EVERY_KIND
+from deep_tile.method.roofline import Candidate, Derivation, judged
 from deep_tile.select import cost, schedule, tuned
 from deep_tile.select import hardware as gpus
 from deep_tile.select.choose import bucket_key, choose
 from deep_tile.select.cost import Estimate
 from deep_tile.select.hardware import Hardware, operand_bytes_of
 from deep_tile.walls import Wall, product_flops
-
-if TYPE_CHECKING:
-    import torch
 
 MEASURED = Path(__file__).parent / "measured.json"
 """Measurements of the chosen configs, written by benchmarks/measured.py."""
@@ -64,115 +60,40 @@ class Explanation(TypedDict):
     config: str
     why: str
     walls: list[Row]
+    limits: dict[str, float]
     predicted: dict[str, float]
     measured: Row | None
     candidates: list[Row]
     rejected: list[Row]
 
 
-def derivation(
-    m: int,
-    n: int,
-    k: int,
-    *,
-    dtype: str | torch.dtype = "fp8",
-    hardware: str | Hardware = "H200",
-    num_sms: int | None = None,
-    output: str | torch.dtype | None = None,
-    bias: str | torch.dtype = "none",
-    activation: str = "none",
-    layout: str = "nt",
-) -> Derivation:
-    """The facts behind `explain`; arguments and errors as there."""
-    check_sizes(m=m, n=n, k=k)
-    (m, n, k), gpu = map(int, (m, n, k)), gpus.named(hardware)
-    dtype, output, bias = map(name_of, (dtype, output, bias))
-    problem = GemmProblem(m, n, k, num_sms if num_sms is not None else gpu.num_sms)
-    made = {"output": output, "bias": bias, "activation": activation, "layout": layout}
-    if tuple(made.values()) != (None, "none", "none", "nt"):
-        problem = _made(problem, dtype, **made)
-    return derive(problem, gpu, dtype, tuned.configs(problem.num_sms))
+Limit = tuple[str, float, str]
+"""What memory or tensor cores alone would take: which, microseconds and their arithmetic."""
 
 
-def _made(problem: GemmProblem, kind: str, output: str | None, bias: str, activation: str, layout: str) -> GemmProblem:
-    """Kind, output, epilogue and layout of a problem that has kernels."""
-    known = {
-        "dtype": EVERY_KIND,
-        "output": (None, *OUTPUTS),
-        "bias": BIASES,
-        "activation": ACTIVATIONS,
-        "layout": LAYOUTS,
+def limits(flops: int, tflops: float, bytes_moved: float, gpu: Hardware) -> list[Limit]:
+    """Those of HBM, and of tensor cores at the rate under load."""
+    hbm, tensor = f"{bytes_moved:.3e} bytes / {gpu.hbm_tbps:.3g} TB/s", f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS"
+    return [("HBM", bytes_moved / gpu.hbm_tbps / 1e6, hbm), ("tensor cores", flops / tflops / 1e6, tensor)]
+
+
+def data(problem: dict, dtype: str, gpu: Hardware, m: int, limits: list[Limit], *found) -> Explanation:
+    """An explanation without walls; `found` are why, the predicted times and the candidates."""
+    why, predicted, candidates = found
+    return {
+        **{"problem": problem, "dtype": dtype, "hardware": hardware_data(gpu), "decided_for_m": m},
+        **{"config": candidates[0]["name"], "why": why, "walls": [], "limits": {name: us for name, us, _ in limits}},
+        **{"predicted": predicted, "measured": None, "candidates": candidates, "rejected": []},
     }
-    for (name, names), value in zip(known.items(), (kind, output, bias, activation, layout), strict=True):
-        if value not in names:
-            wanted = ", ".join(filter(None, names))
-            raise ValueError(f"{name} is {value!r}; formats, finishes and layouts are explained for {wanted}")
-    if layout not in EVERY_KIND[kind].layouts:
-        raise ValueError(f"layout is {layout!r}; operands of {kind} lie along k, as 'nt' says")
-    output = output or EVERY_KIND[kind].output
-    if output == RAW and (bias, activation) != ("none", "none"):
-        raise ValueError(f"results are {output}, and a bias or an activation is given; pass output fp32")
-    if activation == "swiglu" and problem.n % (2 * GATE_COLUMNS):
-        raise ValueError(f"n is {problem.n}; activation 'swiglu' takes multiples of {2 * GATE_COLUMNS}")
-    return problem._replace(kind=kind, output=output, bias=bias, activation=activation, layout=layout)
-
-
-def explain(
-    m: int,
-    n: int,
-    k: int,
-    *,
-    dtype: str | torch.dtype = "fp8",
-    hardware: str | Hardware = "H200",
-    num_sms: int | None = None,
-    output: str | torch.dtype | None = None,
-    bias: str | torch.dtype = "none",
-    activation: str = "none",
-    layout: str = "nt",
-) -> Explanation:
-    """Explain which kernel a GEMM gets on a GPU, and why. No GPU is needed.
-
-    Args:
-        m, n, k: sizes in `out[m, n] = a[m, k] @ b[n, k].T`, in elements.
-        dtype: the operands': a torch.dtype, or the name of a kind, as for `precompile`, or of a dtype without kernels,
-            such as "tf32", for which only tiles are derived.
-        hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name for such a GPU, or a
-            `deep_tile.select.hardware.Hardware`, e.g. a preset changed by `with_numbers`.
-        num_sms: SMs to use; by default all.
-        output, bias: formats of result and bias: a torch.dtype, or "bf16", "fp16", "fp32"; by default the kind's, and
-            no bias.
-        activation: as for `fp8_gemm`. Times are without activation and bias.
-        layout: for 16-bit operands, as for `supports`. Times are for "nt".
-
-    Returns:
-        JSON-ready data. `config` is the kernel's name, `why` a sentence; `walls` the problem's and the choice's, each
-        {name, value, limit, unit, holds, reason}; `candidates` all kernels in the selector's order, with predicted
-        times in us, waves, registers, shared memory and stages_min, stages_max; `rejected` the tiles that hit a wall;
-        `predicted` the choice's time by components in us; `measured` a stored measurement or None; `hardware` every
-        number used, with its source.
-
-    Raises:
-        TypeError: a size is no int, or hardware or dtype no name.
-        ValueError: unknown hardware or dtype, a size that is not positive, more SMs than there are, or no tile passes
-            the hardware's walls.
-    """
-    made = {"output": output, "bias": bias, "activation": activation, "layout": layout}
-    return as_data(derivation(m, n, k, dtype=dtype, hardware=hardware, num_sms=num_sms, **made))
 
 
 def as_data(derived: Derivation) -> Explanation:
     measured = measurement(derived)
-    return {
-        "problem": derived.problem._asdict(),
-        "dtype": derived.dtype,
-        "hardware": hardware_data(derived.hardware),
-        "decided_for_m": derived.bucket.m,
-        "config": _name(derived, derived.choice),
-        "why": why(derived),
+    candidates = [_candidate_data(derived, candidate) for candidate in derived.candidates]
+    asked = derived.problem._asdict(), derived.dtype, derived.hardware, derived.bucket.m, _limits(derived)
+    return data(*asked, why(derived), dict(components(derived)), candidates) | {
         "walls": [wall._asdict() for wall in (*derived.walls, *derived.choice.tile.walls)],
-        "predicted": dict(components(derived)),
         "measured": measured and measured._asdict(),
-        "candidates": [_candidate_data(derived, candidate) for candidate in derived.candidates],
         "rejected": [rejected._asdict() for rejected in derived.rejected],
     }
 
@@ -215,6 +136,7 @@ def components(derived: Derivation) -> list[tuple[str, float]]:
         ("gained beside idle SMs", parts.idle_us),
         ("lost to the power limit", parts.throttle_us),
         ("memory that computing does not hide", estimate.time_us - launch_us - estimate.compute_us),
+        *derived.besides,
     ]
 
 
@@ -227,19 +149,23 @@ def _name(derived: Derivation, candidate: Candidate) -> str:
 
 
 def why(derived: Derivation) -> str:
-    """Why the first candidate beats the second."""
-    first, *others = derived.candidates
-    best, name = first.estimate, _name(derived, first)
-    if others and best.time_us > min(other.estimate.time_us for other in others):
-        return f"{name} was measured fastest here, though others are predicted faster: {_estimate_text(best)}."
-    text = f"{name} has the shortest predicted time: {_estimate_text(best)}."
+    rows = [{"name": _name(derived, each), "time_us": each.estimate.time_us} for each in derived.candidates[:2]]
+    fastest_us = min(each.estimate.time_us for each in derived.candidates)
+    return reason(rows, [_estimate_text(each.estimate) for each in derived.candidates[:2]], fastest_us)
+
+
+def reason(candidates: list[Row], texts: list[str], fastest_us: float = inf) -> str:
+    """Why the first candidate beats the second; `texts` say what is predicted of them."""
+    first, *others = candidates
+    if first["time_us"] > min((fastest_us, *(other["time_us"] for other in others))):
+        return f"{first['name']} was measured fastest here, though others are predicted faster: {texts[0]}."
+    text = f"{first['name']} has the shortest predicted time: {texts[0]}."
     if not others:
         return text
-    other, runner_up = others[0].estimate, _name(derived, others[0])
-    slower = other.time_us / best.time_us - 1
+    slower = others[0]["time_us"] / first["time_us"] - 1
     if slower == 0:
-        return f"{text} {runner_up} is predicted equal, and comes later in the list."
-    return f"{text} Next is {runner_up}, {slower:.1%} slower: {_estimate_text(other)}."
+        return f"{text} {others[0]['name']} is predicted equal, and comes later in the list."
+    return f"{text} Next is {others[0]['name']}, {slower:.1%} slower: {texts[1]}."
 
 
 def _estimate_text(estimate: Estimate) -> str:
@@ -253,7 +179,7 @@ def _estimate_text(estimate: Estimate) -> str:
 def measurement(derived: Derivation) -> Measured | None:
     """The newest stored measurement of the choice on this problem and GPU, if any."""
     config, problem, gpu = derived.choice.config, derived.problem, derived.hardware
-    if derived.dtype not in EVERY_KIND or problem.num_sms != gpu.num_sms:
+    if derived.dtype not in EVERY_KIND or problem.num_sms != gpu.num_sms or derived.besides:
         return None
     stored = _stored()
     key = bucket_key(judged(problem, derived.dtype))
@@ -276,19 +202,15 @@ def show(derived: Derivation, console: Console, most: int | None) -> None:
     """Print the derivation; `most` candidates at most, None: all."""
     problem, choice, gpu = derived.problem, derived.choice, derived.hardware
     m, n, k, num_sms, *_ = problem
-    console.print(f"{m}x{n}x{k} in {derived.dtype} on {num_sms} SMs of {gpu.name}", style="bold")
-    console.print(f"Kernel:    {_name(derived, choice)}")
-    us, limit_us = choice.estimate.time_us, _limit_us(derived)
-    console.print(f"Predicted: {us:.1f} us, {product_flops(m, n, k) / us / 1e6:.0f} TFLOPS")
-    measured = measurement(derived)
+    title = f"{m}x{n}x{k} in {derived.dtype} on {num_sms} SMs of {gpu.name}"
+    us = sum(us for _, us in components(derived))
+    flops, measured, said = product_flops(m, n, k), measurement(derived), []
     if measured:
-        off = us / measured.us - 1
-        console.print(
+        said.append(
             f"Measured:  {measured.us:.1f} us, {measured.tflops:.0f} TFLOPS ({measured.source}); the prediction is "
-            f"{off:+.1%} off"
+            f"{us / measured.us - 1:+.1%} off"
         )
-    limit = "HBM" if derived.walls[0].value < derived.walls[0].limit else "tensor cores"
-    console.print(f"Limit:     {limit_us:.1f} us ({limit} alone); predicted is {us / limit_us:.2f} times that")
+    headline(console, title, _name(derived, choice), us, _limits(derived), flops, said)
     if derived.bucket.m != m:
         console.print(f"Decided for m = {derived.bucket.m}, as for every m that rounds up to it.")
     for line in _notes(derived):
@@ -296,14 +218,26 @@ def show(derived: Derivation, console: Console, most: int | None) -> None:
     console.print("", f"Why: {why(derived)}", "", sep="\n")
     console.print(_wall_table(derived), "")
     console.print(_candidate_table(derived, derived.candidates[:most]), "")
-    console.print(_component_table(derived))
+    console.print(component_table(components(derived)))
 
 
-def _limit_us(derived: Derivation) -> float:
-    """The longer of FLOP at the sustained tensor rate and bytes at HBM's rate."""
+def headline(
+    console: Console, title: str, kernel: str, us: float, limits: list[Limit], flops: int, said: Iterable[str] = ()
+) -> None:
+    """Kernel, time and limit."""
+    console.print(title, style="bold")
+    console.print(f"Kernel:    {kernel}")
+    console.print(f"Predicted: {us:.1f} us, {flops / us / 1e6:.0f} TFLOPS")
+    for line in said:
+        console.print(line)
+    name, limit_us, _ = max(limits, key=lambda each: each[1])
+    console.print(f"Limit:     {limit_us:.1f} us ({name} alone); predicted is {us / limit_us:.2f} times that")
+
+
+def _limits(derived: Derivation) -> list[Limit]:
     problem, gpu = derived.problem, derived.hardware
     flops = product_flops(problem.m, problem.n, problem.k)
-    return max(flops / gpu.tflops(derived.dtype), flops / derived.walls[0].value / gpu.hbm_tbps) / 1e6
+    return limits(flops, gpu.tflops(derived.dtype), flops / derived.walls[0].value, gpu)
 
 
 def _notes(derived: Derivation) -> Iterable[str]:
@@ -406,13 +340,20 @@ def _candidate_table(derived: Derivation, shown: list[Candidate]) -> Table:
     return made
 
 
-def _component_table(derived: Derivation) -> Table:
+def component_table(parts: list[tuple[str, float]]) -> Table:
     made = table("predicted time", "us", "share")
-    total = derived.choice.estimate.time_us
-    for what, us in components(derived):
+    total = sum(us for _, us in parts)
+    for what, us in parts:
         if abs(us) >= 0.005 * total:
             made.add_row(what, f"{us:.1f}", f"{us / total:.0%}")
     made.add_row("in all", f"{total:.1f}", "", style="bold")
+    return made
+
+
+def limit_table(limits: list[Limit]) -> Table:
+    made = table("limit", "us", "arithmetic", numbers=False)
+    for name, us, arithmetic in limits:
+        made.add_row(name, f"{us:.1f}", arithmetic)
     return made
 
 

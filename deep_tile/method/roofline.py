@@ -13,13 +13,11 @@ from typing import NamedTuple, TypeVar
 
 from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, check_sizes
 from deep_tile.kinds import EVERY_KIND
-from deep_tile.method.other_kernels import derive_attention, derive_convolution
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, cost
 from deep_tile.select.cost import Estimate
 from deep_tile.select.defaults import within
 from deep_tile.select.hardware import H200, Hardware, operand_bytes_of
-from deep_tile.select.streaming import derive_elementwise, derive_reduction
 from deep_tile.walls import (
     Wall,
     accumulator_registers,
@@ -34,33 +32,6 @@ from deep_tile.walls import (
     stages_max,
     walls_hit,
 )
-
-__all__ = [
-    "Candidate",
-    "Derivation",
-    "Estimate",
-    "Rejected",
-    "Tile",
-    "Wall",
-    "accumulator_registers",
-    "capacity_wall",
-    "derive",
-    "derive_attention",
-    "derive_convolution",
-    "derive_elementwise",
-    "derive_reduction",
-    "intensity_wall",
-    "l2_wall",
-    "latency_wall",
-    "littles_law",
-    "operand_bytes",
-    "problem_walls",
-    "product_flops",
-    "register_wall",
-    "stages_max",
-    "tile",
-    "tile_of",
-]
 
 BLOCK_M = (64, 128, 256)
 BLOCK_N = (16, 32, 64, 96, 128, 160, 192, 224, 256)
@@ -130,6 +101,7 @@ class Derivation(NamedTuple):
         candidates: the selector's that pass the walls, in its order; the first is the choice. Candidates whose stages
             do not all fit have fewer stages, but the times of the full ones.
         rejected: tiles in the grid `BLOCK_M` x `BLOCK_N` that hit the register or the capacity wall.
+        besides: (kernel, us) of what a call launches beside the product.
     """
 
     problem: GemmProblem
@@ -139,6 +111,7 @@ class Derivation(NamedTuple):
     walls: tuple[Wall, ...]
     candidates: list[Candidate]
     rejected: list[Rejected]
+    besides: list[tuple[str, float]] = []
 
     @property
     def choice(self) -> Candidate:

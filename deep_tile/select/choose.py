@@ -97,6 +97,8 @@ def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
     if problem.groups is not None:
         made = configs_of(problem)
         return next((config for config in made if _cluster_tile(config) == _cluster_tile(own)), None)
+    if own.grouping != "none":
+        return None
     own = replace(own, kind=problem.kind, tma_store=problem.tma_store, layout=problem.layout)
     own = quantized(own) if problem.output == QUANTIZED else replace(own, output=problem.output)
     return own and finished(own, problem.bias, problem.activation)

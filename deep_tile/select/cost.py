@@ -285,7 +285,12 @@ def _compute_parts(
 def chained_cast_us(problem: GemmProblem, hardware: Hardware = H200) -> float:
     """Time of an FP8 cast after a BF16 GEMM: it reads the result and writes half as many bytes."""
     elements = problem.m * problem.out_columns
-    return CHAINED_CAST_US + elements * (RESULTS["bf16"].bytes + RESULTS[QUANTIZED].bytes) / hardware.hbm_tbps / 1e6
+    return chained_us(elements * (RESULTS["bf16"].bytes + RESULTS[QUANTIZED].bytes), hardware)
+
+
+def chained_us(bytes_moved: int, hardware: Hardware = H200) -> float:
+    """Time of an FP8 cast of so many bytes read and written, before or after a GEMM."""
+    return CHAINED_CAST_US + bytes_moved / hardware.hbm_tbps / 1e6
 
 
 def compulsory_bytes(problem: GemmProblem) -> int:

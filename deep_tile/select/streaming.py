@@ -303,6 +303,25 @@ def _reduction(
     )
 
 
+class Prediction(NamedTuple):
+    """What `explain` says of groups, and of calls whose kernel has no `GemmConfig`.
+
+    Attributes:
+        candidates: {name, time_us, ...}, the choice first.
+        parts: (what, us), which add up to the choice's time.
+        bytes_moved: through HBM, each tensor once.
+        flops, tflops: of the tensor cores, and their rate under load.
+        why: why this kernel, and whose times these are.
+    """
+
+    candidates: list[dict]
+    parts: list[tuple[str, float]]
+    bytes_moved: int
+    flops: int
+    tflops: float
+    why: str
+
+
 def bytes_in_flight_needed(hardware: Hardware) -> tuple[int, str]:
     """Little's law for HBM: bytes that each SM must have asked for, to keep the memory busy; and why."""
     latency_ns = LOAD_FACTOR * hardware.hbm_latency_ns

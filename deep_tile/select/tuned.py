@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 from deep_tile import settings
 from deep_tile.config import GemmConfig
 
+_UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What reading a file may raise."""
+
 _DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
 
@@ -46,7 +49,7 @@ def _all_choices() -> dict[int, dict[str, Choice]]:
     for path in _files():
         try:
             num_sms, tuned = _read(path)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except _UNUSABLE as error:
             _warn(f" in {path}", error, "Remove the file, and run `python -m deep_tile tune` again")
             continue
         found.setdefault(num_sms, {}).update(tuned)
@@ -90,7 +93,7 @@ def _gpus_of_machine() -> set[str]:
 
 def _read(path: Path) -> tuple[int, dict[str, Choice]]:
     data = json.loads(path.read_text())
-    tuned = {key: Choice(GemmConfig(**entry["config"]), entry["us"]) for key, entry in data["choices"].items()}
+    tuned = {key: Choice(GemmConfig(**entry["config"]), float(entry["us"])) for key, entry in data["choices"].items()}
     return int(data["num_sms"]), tuned
 
 
@@ -122,7 +125,7 @@ def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
         raise FileNotFoundError("no directory to keep tuned choices in; set DEEP_TILE_TUNED or DEEP_TILE_CACHE_DIR")
     try:
         old_num_sms, kept = _read(path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except _UNUSABLE:
         old_num_sms, kept = num_sms, {}
     merged = {**(kept if old_num_sms == num_sms else {}), **found}
     entries = {key: {"us": round(choice.us, 3), "config": asdict(choice.config)} for key, choice in merged.items()}

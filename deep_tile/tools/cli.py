@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import deep_tile
+from deep_tile.discovery import OPS, PRIVATE
 from deep_tile.kinds import ACTIVATIONS, BIASES, EVERY_KIND, FAMILIES, GROUPINGS, LAYOUTS, OUTPUTS, PACKED, RAW
-from deep_tile.method import groups, report
+from deep_tile.method import calls, report
+from deep_tile.method.roofline import Derivation
 from deep_tile.progress import track_progress
 from deep_tile.select import training
 from deep_tile.select.choose import bucket_key
@@ -52,6 +54,9 @@ TOKENS_TO_TUNE = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad arguments raise SystemExit(2)."""
+    for name in ("stdout", "stderr"):  # None where a daemon closed them
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     parser = _parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help()
@@ -61,9 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rest and options.run is not bench:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         options.rest = rest
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has seen enough: quietly, as rich ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ModuleNotFoundError as error:
         remedy = remedy_for_missing(error)
         if remedy is None:
@@ -91,19 +101,19 @@ def _joined(arguments: list[str]) -> list[str]:
 
 
 def explain(options: argparse.Namespace) -> int:
-    if options.groups is not None:
-        return _explain_groups(options)
-    names = ("dtype", "num_sms", "output", "bias", "activation", "layout")
-    asked = {name: getattr(options, name) for name in names} | {"hardware": hardware_of(options, options.dtype)}
-    derived = report.derivation(*options.shape, **asked)
-    if options.train and options.dtype != "fp8":
-        options.refuse("--train compares FP8 with BF16; leave --dtype out")
+    if options.train and (options.call, options.groups, options.dtype) not in ((None, None, None), (None, None, "fp8")):
+        options.refuse("--train compares the FP8 and BF16 layers of a weight; leave --call, --groups and --dtype out")
+    names = ["call", "dtype", "num_sms", "output", "bias", "activation", "layout", "grouping", "groups", "heads"]
+    asked = {name: getattr(options, name) for name in names}
+    derived = calls.derivation(*options.shape, hardware=hardware_of(options, options.dtype or "fp8"), **asked)
+    if options.plot and not isinstance(derived, Derivation):
+        options.refuse("--plot draws products; it is not for groups and other calls")
     step = training.predict(*options.shape) if options.train else None
     if options.json:
         of_step = {} if step is None else {"training": {**step._asdict(), "pays": step.pays}}
-        print(json.dumps(report.as_data(derived) | of_step, indent=2))
+        print(json.dumps(calls.as_data(derived) | of_step, indent=2))
     else:
-        report.show(derived, new_console(), None if options.all else FIRST_CANDIDATES)
+        calls.show(derived, new_console(), None if options.all else FIRST_CANDIDATES)
         if step is not None:
             print(_of_training(step))
     if options.plot:
@@ -116,20 +126,6 @@ def _of_training(step: training.Prediction) -> str:
     times = f"{step.fp8_us:.0f} us in FP8, casts included, and {step.bf16_us:.0f} in BF16"
     verdict = "converts this layer" if step.pays else "leaves this layer in BF16"
     return f"Training: forward and backward are predicted to take {times} on an H200.\n`train.convert` {verdict}."
-
-
-def _explain_groups(options: argparse.Namespace) -> int:
-    of_products = (options.plot, options.all, options.train), (options.output, options.bias, options.activation)
-    if (*of_products, options.layout) != ((None, False, False), (None, "none", "none"), "nt"):
-        options.refuse("--plot, --all, --train, --output, --bias, --activation and --layout are not for groups")
-    gpu = hardware_of(options, options.dtype)
-    asked = {"grouping": options.grouping, "kind": options.dtype, "hardware": gpu, "num_sms": options.num_sms}
-    derived = groups.derivation(options.groups, *options.shape, **asked)
-    if options.json:
-        print(json.dumps(groups.as_data(derived), indent=2))
-    else:
-        groups.show(derived, new_console())
-    return 0
 
 
 # ---- tune: the fastest config, measured
@@ -178,8 +174,11 @@ def _groups_to_tune(options: argparse.Namespace) -> list[tuple[str, int, list[in
     layout, rows = options.grouping or _GROUPINGS[0], {}
     for mean, *weight in options.shape:
         rows.setdefault(tuple(weight), []).append(mean)
+    from deep_tile.method import described
+
+    sizes = dict(zip(("m", "n", "k"), options.shape[0], strict=True)) | {"groups": options.groups}
     try:
-        groups.checked_kind(layout, options.kind)
+        described.product(sizes, H200.num_sms, dtype=options.kind, grouping=layout)
     except ValueError as error:
         options.refuse(str(error))
     return [(layout, options.groups, means, *weight) for weight, means in rows.items()]
@@ -240,16 +239,15 @@ def _parser() -> argparse.ArgumentParser:
     command = add("demo", demo, text)
     command.add_argument("--experts", action="store_true", help="Qwen3-30B-A3B's experts instead")
 
-    command = add("explain", explain, "which kernel a product of [M, K] and [N, K] gets, and why")
+    command = add("explain", explain, "which kernel a product of [M, K] and [N, K], or another call, gets, and why")
     command.add_argument("shape", type=sizes, metavar="MxNxK", help="with --groups, M is the mean rows of a group")
-    command.add_argument("--groups", type=positive, metavar="G", help="of a grouped product: how many groups")
-    _add_grouping(command, default=_GROUPINGS[0])
-    command.add_argument(
-        "--dtype",
-        choices=dict.fromkeys((*DTYPE_BYTES, *EVERY_KIND)),
-        default="fp8",
-        help="or kind; default: %(default)s",
-    )
+    text = "an operation's name; default: the product of such operands"
+    command.add_argument("--call", choices=[name for name in OPS if name not in PRIVATE], metavar="NAME", help=text)
+    command.add_argument("--groups", type=positive, metavar="G", help="how many groups, or sequences of a paged cache")
+    command.add_argument("--heads", type=positive, metavar="H", help="heads of a query of logits")
+    _add_grouping(command, default=None)
+    kinds = dict.fromkeys((*DTYPE_BYTES, "fp32", *EVERY_KIND))
+    command.add_argument("--dtype", choices=kinds, help="of the operands, or kind; default: fp8, or the call's first")
     command.add_argument("--num-sms", type=positive, help="SMs to use; default: all of the hardware's")
     command.add_argument("--output", choices=OUTPUTS, help="format of the result; default: the kind's")
     command.add_argument("--bias", choices=BIASES, default="none", help="format of a bias; default: %(default)s")

@@ -44,6 +44,7 @@ class _Stripped:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
+        self.encoding = getattr(file, "encoding", None)  # rich draws by it
 
     def write(self, text: str) -> int:
         return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))

@@ -19,7 +19,7 @@ from rich.table import Table
 
 import deep_tile
 from deep_tile import plan
-from deep_tile.method import report
+from deep_tile.method import calls, report
 from deep_tile.problem import GemmProblem
 from deep_tile.progress import track_progress
 from deep_tile.tools import demo_experts, demo_kinds
@@ -74,7 +74,7 @@ def _stored_times(shapes: list[tuple[int, int, int]]) -> Table:
     columns = ("us", "TFLOPS", "BF16 us", "times as fast")
     table = report.table("m x n x k", *columns, title="Not measured here: stored times of an H200")
     for m, n, k in shapes:
-        measured = report.measurement(report.derivation(m, n, k))
+        measured = report.measurement(calls.derivation(m, n, k))
         if measured is not None and measured.bf16_us is not None:
             gain = f"{measured.bf16_us / measured.us:.2f}"
             times = f"{measured.us:.1f}", f"{measured.tflops:.0f}", f"{measured.bf16_us:.1f}", gain

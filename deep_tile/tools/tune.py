@@ -14,11 +14,9 @@ from typing import NamedTuple
 import torch
 
 from deep_tile import plan
-from deep_tile.api import supports
-from deep_tile.config import UNIT_ROWS, GemmConfig, round_up
-from deep_tile.kinds import EVERY_KIND, RESULTS
-from deep_tile.method.groups import checked_kind, grouped_problem
-from deep_tile.problem import GemmProblem, Groups
+from deep_tile.config import GemmConfig, check_sizes
+from deep_tile.method import described
+from deep_tile.problem import GemmProblem
 from deep_tile.select import tuned
 from deep_tile.select.choose import (
     bucket_key,
@@ -28,7 +26,6 @@ from deep_tile.select.choose import (
     grouped_candidates,
     tuned_choice,
 )
-from deep_tile.tensors import ALIGNMENT_BYTES
 from deep_tile.tools.timing import L2Flush, capture, time_to_choose
 from deep_tile.tools.trials import trial_of
 
@@ -147,28 +144,21 @@ def variants(config: GemmConfig) -> list[GemmConfig]:
 
 
 def _bucket(m: int, n: int, k: int, kind: str = "fp8", output: str | None = None) -> GemmProblem:
-    _check(f"shape {m}x{n}x{k}", m, n, k, kind)
-    num_sms, output = _properties().multi_processor_count, output or EVERY_KIND[kind].output
-    tma_store = n * RESULTS[output].bytes % ALIGNMENT_BYTES == 0
-    return bucketed(GemmProblem(m, n, k, num_sms, tma_store, kind=kind, output=output))
+    return bucketed(_problem(f"shape {m}x{n}x{k}", {"m": m, "n": n, "k": k}, dtype=kind, output=output))
 
 
 def _group_bucket(layout: str, count: int, rows: int, n: int, k: int, kind: str = "fp8") -> GemmProblem:
-    _check(f"{count} groups of {rows} rows, n = {n}, k = {k}", count * rows, n, k, kind)
-    num_sms = _properties().multi_processor_count
-    return group_bucket(grouped_problem(Groups(layout, count, rows), n, k, num_sms, checked_kind(layout, kind)))
+    what, sizes = f"{count} groups of {rows} rows, n = {n}, k = {k}", {"m": rows, "n": n, "k": k, "groups": count}
+    return group_bucket(_problem(what, sizes, dtype=kind, grouping=layout))
 
 
-def _check(what: str, m: int, n: int, k: int, kind: str = "fp8") -> None:
-    """Raises ValueError for unsupported sizes. FP8 rows are padded, as casts do."""
-    packing = EVERY_KIND[kind].packing
-    row = round_up(k, ALIGNMENT_BYTES) if kind == "fp8" or packing else k
-    if packing and (n % UNIT_ROWS or k % 2):
-        raise ValueError(f"{what}: weights of kind {kind!r} have a multiple of {UNIT_ROWS} rows, and an even k")
-    dtype = getattr(torch, EVERY_KIND[kind].a.dtype)
-    supported, reason = supports(m, n, k, dtype=dtype, a_stride=row, b_stride=row)
-    if not supported or not min(m, n, k):
-        raise ValueError(f"{what}: {reason if not supported else 'sizes must be positive'}")
+def _problem(what: str, sizes: dict[str, int], **made) -> GemmProblem:
+    """Raises ValueError for what no call takes."""
+    try:
+        check_sizes(**sizes)
+        return described.product(sizes, _properties().multi_processor_count, **made)[0]
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 def _properties():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from deep_tile import tensors
 from deep_tile.both import cast_both
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.experts import Routing, combine, silu_mul_cast_to_fp8, sort_by_expert
@@ -66,6 +67,8 @@ def experts(
     require(recipe)
     given = x, chosen, shares, w_gate_up, w_down
     checked_once(_checked, lambda: _check(*given, recipe), recipe, *given)
+    if not torch.compiler.is_compiling():
+        tensors.require_dense(shares=shares)  # torch reads them, where launches check the others' memory
     if hasattr(w_gate_up, "main_grad") or hasattr(w_down, "main_grad"):
         return _apply_eagerly(x, chosen, shares, w_gate_up, w_down, recipe)
     return _Experts.apply(x, chosen, shares, w_gate_up, w_down, recipe)

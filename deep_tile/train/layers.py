@@ -8,6 +8,7 @@ from functools import cache, partial
 import torch
 from torch import nn
 
+from deep_tile import tensors
 from deep_tile.select.training import predict
 from deep_tile.train.gathered import Shard
 from deep_tile.train.linear import linear
@@ -101,12 +102,13 @@ def convert(
         `model`.
 
     Raises:
-        TypeError: `model` is no module, or `recipe` no `Recipe`.
+        TypeError: `model` is no module, `wanted` no function, or `recipe` no `Recipe`.
         ValueError: no layer is wanted.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    tensors.require_module(model)
     require(recipe)
+    if wanted is not None and not callable(wanted):
+        raise TypeError(f"wanted is {wanted!r}; pass a function of a layer's name and the layer, or None")
     wanted = wanted or partial(_pays, tokens, eager)
     layers = [each for name, each in model.named_modules() if type(each) is nn.Linear and wanted(name, each)]
     if not layers:
@@ -139,8 +141,10 @@ def gather_fp8(model: nn.Module) -> nn.Module:
         `model`.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: there is no such layer, or its weight is sharded already.
     """
+    tensors.require_module(model)
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     if not layers:
         raise ValueError("model has no deep_tile.train.Linear; convert it first, by deep_tile.train.convert(model)")

@@ -71,12 +71,12 @@ def linears(
     Raises:
         As `linear`.
     """
-    weights = _as_tuple("weights", weights)
-    biases = (None,) * len(weights) if biases is None else _as_tuple("biases", biases)
+    weights = as_tuple("weights", weights)
+    biases = (None,) * len(weights) if biases is None else as_tuple("biases", biases)
     return _linears(x, weights, biases, recipe)
 
 
-def _as_tuple(name: str, given: object) -> tuple:
+def as_tuple(name: str, given: object) -> tuple:
     if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
         raise TypeError(f"{name} is a {type(given).__name__}; pass a list, with one for each layer")
     return tuple(given)

@@ -15,7 +15,7 @@ from deep_tile.experts import silu_mul_cast_to_fp8
 from deep_tile.gated import swiglu_gradient_cast_both
 from deep_tile.train import joined
 from deep_tile.train.casts import cast_gradient, cast_shared, with_aligned_rows
-from deep_tile.train.linear import check_once, in_autocast_dtype, linear, linears
+from deep_tile.train.linear import as_tuple, check_once, in_autocast_dtype, linear, linears
 from deep_tile.train.products import WIDE, cast_forward, dgrad, keep, main_grad_of, wgrad, with_leading
 from deep_tile.train.recipe import Recipe, check_tensors, checked_once, require
 
@@ -54,7 +54,7 @@ def mlp(
         As `linear`.
     """
     require(recipe)
-    first = (w_gate_up,) if isinstance(w_gate_up, torch.Tensor) else tuple(w_gate_up)
+    first = (w_gate_up,) if isinstance(w_gate_up, torch.Tensor) else as_tuple("w_gate_up", w_gate_up)
     layers = _check(x, first, w_down, recipe)
     is_fp8 = recipe.dgrad == "fp8" and recipe.wgrad != "bf16"
     if not is_fp8 or len(first) == 2 and w_down.shape[1] % SCALE_BLOCK:
@@ -140,9 +140,10 @@ def _check(x, first: tuple, w_down, recipe: Recipe) -> tuple[joined.Layer, ...] 
 
 def _check_last(x, first: tuple, w_down) -> None:
     check_tensors({"w_down": WIDE, "x": WIDE}, x=x, w_down=w_down)
-    shapes = [list(weight.shape) for weight in first]
-    inner = w_down.shape[-1]
-    if w_down.dim() != 2 or any(rows * len(first) != 2 * inner for rows, _ in shapes):
+    if w_down.dim() != 2:
+        raise ValueError(f"w_down has shape {list(w_down.shape)}; it must be [n, f]")
+    shapes, inner = [list(weight.shape) for weight in first], w_down.shape[1]
+    if any(rows * len(first) != 2 * inner for rows, _ in shapes):
         raise ValueError(
             f"w_gate_up has shapes {shapes}; for w_down of {list(w_down.shape)} it must be [{2 * inner}, k]"
         )

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deep_tile import api, cast, jit
+from deep_tile import api, cast, jit, tensors
+from deep_tile.config import check_sizes
 from deep_tile.train.layers import Linear, is_gated
 from deep_tile.train.products import written_dtype
 
@@ -38,6 +39,8 @@ def precompile(
         ValueError: the model has no such layer.
         TypeError, ValueError, jit.CompileError: as `deep_tile.precompile`.
     """
+    tensors.require_module(model)
+    check_sizes(tokens=tokens)
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     if not layers:
         raise ValueError("model has no deep_tile.train.Linear; convert it first, by deep_tile.train.convert(model)")

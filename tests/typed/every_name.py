@@ -75,7 +75,7 @@ assert_type(deep_tile.is_available(), tuple[bool, str])
 assert_type(deep_tile.supports(64, 256, 512, dtype=torch.bfloat16, call="fp8_linear"), tuple[bool, str])
 assert_type(deep_tile.compilations(), int)
 assert_type(deep_tile.explain(64, 256, 512), deep_tile.Explanation)
-assert_type(deep_tile.explain(64, 256, 512)["predicted"], dict[str, float])
+assert_type(deep_tile.explain(64, 256, 512, call="thin_gemm", dtype=torch.float32)["predicted"], dict[str, float])
 assert_type(deep_tile.explain_groups(8, 64, 256, 512), deep_tile.GroupsExplanation)
 assert_type(deep_tile.explain_groups(8, 64, 256, 512)["why"], str)
 with deep_tile.forbid_compilation():
