@@ -208,8 +208,8 @@ def readme_part(runs: list[Run]) -> str:
     about = (
         f"Geometric means over {len(runs[0]['shapes'])} shapes, cold L2, GPU time of the GEMM alone: "
         f"{'; '.join(sources)}. "
-        "By `deep-tile bench --shapes all`. *Tensor-wise* cuBLASLt has one scale per tensor, so it does less work."
-        f"{bridged}"
+        "Measured by `deep-tile bench --shapes all`. *Tensor-wise* cuBLASLt has one scale per tensor, so it does less "
+        f"work.{bridged}"
     )
     return f"{markdown(rows)}\n\n{wrapped(about)}"
 

@@ -57,11 +57,11 @@ class Precompiled(NamedTuple):
 
 
 class Plan:
-    """A product made ready by `prepare`: checked, its kernel loaded, its weights bound. Call it to multiply.
+    """A GEMM prepared by `prepare`: arguments checked, kernel loaded, weights bound. Call it to multiply.
 
     Attributes:
         b, b_scale: the weights, as given to `prepare`. The plan reads the memory they had then.
-        config: the kernel; None where none is needed, on the CPU and for empty tensors.
+        config: the kernel's config; None on the CPU and for empty tensors, which need no kernel.
     """
 
     __slots__ = ("b", "b_scale", "config", "_known", "_launch", "_options", "_scale_aligned", "_wanted")
@@ -121,7 +121,9 @@ class Plan:
         for name, x in {"a": a, "a_scale": a_scale, **({} if out is None else {"out": out})}.items():
             seen, wanted = _call_layout(name, x), self._wanted[name]
             if seen != wanted:
-                raise ValueError(f"{name} is {seen}; this plan is for {wanted}. Pass the like, or prepare another plan")
+                raise ValueError(
+                    f"{name} is {seen}; this plan is for {wanted}. Pass a tensor like that, or prepare another plan"
+                )
 
     def _call_unknown(self, a, a_scale, out) -> None:
         """Slow path: C cannot read the tensors or the scale is aligned differently; or raise if they do not match
@@ -151,13 +153,13 @@ def prepare(
     pdl: bool | None = None,
     constant_weights: bool = False,
 ) -> Plan:
-    """Make one product ready for many calls: `plan = prepare(a, a_scale, b, b_scale)`, then `plan(a, a_scale, out)`.
+    """Prepare one GEMM for many calls: `plan = prepare(a, a_scale, b, b_scale)`, then `plan(a, a_scale, out)`.
 
-    For engines with fixed shapes: a plan's call takes less host time than `fp8_gemm` and never compiles.
-    Arguments and errors are as for `fp8_gemm`, but without bias and activation and with float32 scales; `a`, `a_scale`
-    and `out` serve as examples, and nothing is computed. A call checks all that it is given, but not that `b` and
-    `b_scale` are still where they were: write new weights into them with `copy_`, and prepare again after replacing
-    their memory (`b.data = ...`, `b.set_(...)`).
+    For engines with fixed shapes: a plan's call takes less host time than `fp8_gemm` and never compiles. Arguments and
+    errors are as for `fp8_gemm`, but without bias and activation and with float32 scales; `a`, `a_scale` and `out`
+    serve as examples, and nothing is computed. A call checks its own arguments, but not that `b` and `b_scale` are
+    still where they were: write new weights into them with `copy_`, and prepare again after replacing their memory
+    (`b.data = ...`, `b.set_(...)`).
     """
     asked = Options(out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
     given = (a, a_scale, b, b_scale, out, None)
@@ -190,9 +192,10 @@ def supports(
     groups: int = 1,
     call: str | None = None,
 ) -> tuple[bool, str]:
-    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, `int8_gemm` for INT8, `scaled_gemm` for e5m2 and `packed_gemm`
-    for 4-bit weights, or the function named by `call`, takes such a problem, and if not, why; for dispatchers, without
-    tensors or a GPU. Runs the call's own checks.
+    """Say whether a GEMM supports these sizes and dtypes, without tensors or a GPU.
+
+    The GEMM is the function that `call` names; by default `fp8_gemm`, `gemm` for BF16 and FP16, `int8_gemm` for INT8,
+    `scaled_gemm` for e5m2, and `packed_gemm` for 4-bit weights. Its own checks are run.
 
     Args:
         m, n, k: sizes in elements; scales are taken to be dense. For `fp8_wgrad`: weights [n, k], m tokens.
@@ -209,6 +212,9 @@ def supports(
             [n, k], m tokens.
         groups: number of groups.
         call: a GEMM's name, such as "fp8_gemm_cast", "fp8_linear" or "scaled_gemm".
+
+    Returns:
+        Whether it does, and if not, why. Never raises: a wrong argument is a reason as well.
     """
     asked = m, n, k, dtype, out_dtype, (a_stride, b_stride), layout, grouping, groups, call
     error = error_of(described, *asked)
@@ -306,9 +312,9 @@ def precompile(
 ) -> Precompiled:
     """Compile, and on a Hopper GPU load, every kernel that a GEMM with these shapes can need.
 
-    Launches nothing and allocates no GPU memory beyond the CUDA context; afterwards no call with such a shape, the
-    default config and contiguous (or equally aligned) rows in `a`, `b` and `out` compiles or loads anything. With a
-    warm disk cache it takes milliseconds.
+    Launches nothing and allocates no GPU memory beyond the CUDA context. Afterwards no call with such a shape compiles
+    or loads a kernel, if `config` is left to the selector and the rows of `a`, `b` and `out` are contiguous or aligned
+    likewise. With a warm disk cache it takes milliseconds.
 
     Args:
         shapes: (n, k, max_m) for each weight matrix: every m from 1 to max_m is covered.
@@ -318,23 +324,22 @@ def precompile(
             H200's without a GPU.
         grouping: "offs" or "counts" for grouped GEMMs, by the argument they will get, or "k_offs" for
             `fp8_grouped_wgrad` with weights [n, k]; covers any number of groups.
-        kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`; "bf16", "fp16" and "int8_unscaled" for `gemm` and
-            `grouped_gemm`; "int8" for `int8_gemm`; "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows"
-            and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too, all others and "int8" for
-            `scaled_grouped_gemm`; "mxfp4", "nvfp4" and "int4" for `packed_gemm` and `packed_grouped_gemm`. FP8 kinds
-            end in the formats of a and b unless both are e4m3, e.g. "fp8_rows_e5m2_e4m3". Or the operands' dtype, as
-            for `supports`.
+        kind: the operands' dtype, as for `supports`, or the name of a kind: "fp8" (`fp8_gemm`, `fp8_grouped_gemm`);
+            "bf16", "fp16", "int8_unscaled" (`gemm`, `grouped_gemm`); "int8" (`int8_gemm`, `scaled_grouped_gemm`);
+            "fp8_rows", "fp8_rows_promoted" for `fast_accum=False`, "int8_rows" (`scaled_gemm`, `scaled_grouped_gemm`);
+            "fp8_1x128" (`scaled_gemm`, `fp8_wgrad`); "mxfp4", "nvfp4", "int4" (`packed_gemm`, `packed_grouped_gemm`).
+            FP8 kinds end in the formats of a and b unless both are e4m3, e.g. "fp8_rows_e5m2_e4m3".
         out_dtype: dtype of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; for groups only with "k_offs".
-        bias: its dtype; None: there is none.
+        bias: dtype of the bias; None: no bias.
         activation: as later passed to the call; n then counts rows of `b`.
         layouts: operand layouts for `gemm`, as for `supports`. For gradients ("nn", "tn") pass the n, k and max_m of
             the gradients' GEMMs.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a shape or `out_dtype` that the call does not take, `num_sms` or `workers` out of range, or another
-            grouping, kind or layout.
+        ValueError: the call does not support a shape or `out_dtype`, `num_sms` or `workers` is out of range, or
+            `grouping`, `kind` or a layout is unknown.
         jit.CompileError: a kernel does not compile.
     """
     product = _kind_of(kind, out_dtype)
@@ -422,8 +427,8 @@ def _checked_weight(shape: object, dtype: torch.dtype | str) -> tuple[int, int, 
     sizes = tuple(map(as_int, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 3 or None in sizes:
         raise TypeError(
-            f"shapes holds {shape!r}; want three ints for each weight: precompile([(n, k, max_m)]), in a list even "
-            "where it is one"
+            f"shapes holds {shape!r}; pass three ints for each weight, in a list also for one weight: "
+            "precompile([(n, k, max_m)])"
         )
     n, k, max_m = sizes
     padded = round_up(k, _TMA_BYTES)

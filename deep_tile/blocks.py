@@ -67,12 +67,12 @@ class Rebased:
 
 
 class Blocks(NamedTuple):
-    """A converted weight and its conversion report.
+    """A weight in 128x128 blocks, from `to_blocks`.
 
     Attributes:
         weight: [..., n, k] float8_e4m3fn.
         scale: [..., ceil(n / 128), ceil(k / 128)] float32.
-        report: what changed.
+        report: a `Rebased`, which says what the conversion changed: blocks, elements, norms.
     """
 
     weight: torch.Tensor
@@ -92,12 +92,13 @@ def to_blocks(
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
 ) -> Blocks:
-    """Re-base a quantised weight to FP8 with one FP32 scale per 128x128 block, as `fp8_gemm` and the like take it.
+    """Convert a quantised weight to FP8 with one FP32 scale per 128x128 block, as `fp8_gemm` takes it.
 
-    For when a model is loaded. Power-of-two scales (MXFP4, MXFP8, 32x32 blocks) keep every element whose exponent fits;
-    for MXFP4 that is all, unless scales within a 128x128 block differ by more than 2**14. Others are rounded to e4m3
-    once more, to nearest even: INT4 by 2.6 % of the norm. Runs in torch on the weight's device, some rows at a time,
-    with about 200 MB beside weight and result, 400 if scales are not powers of two. Synchronises with a GPU.
+    Call it when a model is loaded. With power-of-two scales (MXFP4, MXFP8, 32x32 blocks) every element whose exponent
+    fits stays exact; for MXFP4 these are all, unless scales within a 128x128 block differ by more than 2**14. Other
+    elements are rounded to e4m3 once more, to nearest even: INT4 changes by 2.6 % of its norm. Runs in torch on the
+    weight's device, some rows at a time. It needs about 200 MB beside weight and result, or 400 MB if scales are not
+    powers of two, and synchronises with the GPU.
 
     ======================= =============================== ================================================
     format                  weight                          scale, which elements are multiplied with
@@ -129,13 +130,13 @@ def to_blocks(
         max_error: largest relative change (Frobenius norm) allowed in a row; 0: exact results only, math.inf: any. The
             default, 1 / 16, is the largest error that rounding to e4m3 causes, so weights that lose small numbers are
             refused.
-        out: [..., n, k] float8_e4m3fn with unit column stride, to write to; an FP8 `weight` itself converts it in
-            place. With it a weight is read twice, first to find out whether it is refused. When None it is allocated,
-            with rows at multiples of 16 bytes, or is the `weight` itself if nothing changes.
+        out: [..., n, k] float8_e4m3fn with unit column stride, to write to. Pass an FP8 `weight` itself to convert it
+            in place. The weight is then read twice, first to find out whether the conversion is refused. When None, it
+            is allocated with rows at multiples of 16 bytes; if nothing changes, the result is `weight` itself.
         scale_out: [..., ceil(n / 128), ceil(k / 128)] float32, any strides, to write to.
 
     Returns:
-        `Blocks`: weight, scale and a report. Scale times element is the original value or nearest to it.
+        `Blocks`: weight, scale and a report. Scale times element is the original value, or the nearest that FP8 has.
 
     Raises:
         TypeError: a tensor or number has another type or dtype.
@@ -166,16 +167,17 @@ def pad_shard(
     """Pad a weight shard that starts inside a 128x128 block with leading zeros, so that it starts with a block.
 
     Every element keeps its scale, so output columns [first_row, first_row + n) equal those computed with the whole
-    weight. All other columns are 0. Where `first_column` is not 0, the other operand has as many zeros, or anything
-    finite, before its own columns. `to_blocks` needs no padding and is exact where scales differ by powers of two.
+    weight. All other columns are 0. If `first_column` is not 0, the other operand must have as many columns of zeros,
+    or of any finite values, before its own. `to_blocks` needs no padding and is exact where scales differ by powers of
+    two.
 
     Args:
         weight: [..., n, k] float8_e4m3fn, rows and columns of a larger weight. Any strides.
         scale: [..., ceil((first_row + n) / 128), ceil((first_column + k) / 128)], the scales of the blocks that contain
             it.
         first_row, first_column: the row and column within the first 128x128 block where the shard starts.
-        rows, columns: how many the result has; first_row + n and first_column + k when None. Halves that are
-            concatenated, such as gate and up, each take a multiple of 128.
+        rows, columns: size of the result; first_row + n and first_column + k when None. Weights that are concatenated
+            afterwards, such as gate and up, need a multiple of 128 rows each.
 
     Returns:
         [..., rows, columns] float8_e4m3fn, rows at multiples of 16 bytes, and its float32 block scales.
@@ -306,7 +308,7 @@ def _check_targets(
     (begin, end), (other_begin, other_end) = map(_extent, (out, weight))
     overlaps = out.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and begin < other_end
     if not same and overlaps and other_begin < end:
-        raise ValueError("out shares memory with weight, and is not it: pass out=weight, of an FP8 weight, or another")
+        raise ValueError("out overlaps weight without being it: pass out=weight for an FP8 weight, or other memory")
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
@@ -368,8 +370,9 @@ def _check_limit(source: formats.Source, tally: _Tally, limit: float) -> None:
     row = [int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)]
     raise ValueError(
         f"re-basing this weight of {source.name} to blocks of 128x128 would change row {row} by "
-        f"{float(errors.max()):.2g} of its norm, more than max_error={limit:g}: its elements are not numbers of e4m3 "
-        f"beside others of their blocks. {_LIMIT_REMEDIES.get(source.name, '')}Pass a larger max_error, or keep the "
+        f"{float(errors.max()):.2g} of its norm, more than max_error={limit:g}: e4m3 cannot hold its elements at the "
+        f"scale that the others of their blocks need. {_LIMIT_REMEDIES.get(source.name, '')}Pass a larger max_error, "
+        "or keep the "
         "weight in its format or in BF16"
     )
 

@@ -31,8 +31,8 @@ class CastBoth(NamedTuple):
 
     Attributes:
         a, a_scale: [s, k] and [s, ceil(k / 128)], as `per_token_cast_to_fp8`.
-        at, at_scale: [k, s] and [k, ceil(s / 128)], as from `transposed_cast_to_fp8`; with `blocks`
-            `per_block_cast_to_fp8`'s transpose, and [ceil(k / 128), ceil(s / 128)].
+        at, at_scale: [k, s] and [k, ceil(s / 128)], as from `transposed_cast_to_fp8`; with `blocks` the transposes of
+            `per_block_cast_to_fp8`'s results, [k, s] and [ceil(k / 128), ceil(s / 128)].
     """
 
     a: torch.Tensor
@@ -72,16 +72,16 @@ def cast_both(
 ) -> CastBoth:
     """Quantise along k and along tokens, in one read of x: `per_token_cast_to_fp8` and `transposed_cast_to_fp8`.
 
-    Bit for bit as those two; with `blocks` as `per_block_cast_to_fp8` in place of the second. Runs on x's device and
-    torch's current stream, and has no gradient.
+    Results have the bits of these two calls; with `blocks`, of `per_block_cast_to_fp8` in place of the second. Runs on
+    x's device and torch's current stream. Not differentiable.
 
     Args:
         x: [s, k] float64, float32, float16 or bfloat16, s tokens. Fastest on the GPU if columns are contiguous and rows
             start and end at multiples of 16 bytes.
         rows, offs, alignment: as for `transposed_cast_to_fp8`. With `offs` only tokens in groups are cast along k; for
             others `a` and `a_scale` hold arbitrary bytes.
-        blocks: along tokens, 128x128 scales, as `fp8_gemm` takes for `b`, instead of one per column and 128 tokens.
-            Without `offs`.
+        blocks: along tokens, use 128x128 scales, as `fp8_gemm` takes for `b`, instead of one per column and 128 tokens.
+            Not with `offs`.
         amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`, for both casts.
 
     Returns:
@@ -104,8 +104,8 @@ def cast_weight(
 ) -> CastWeight:
     """Quantise a weight with one scale per 128x128, and transpose it, in one read of w.
 
-    Bit for bit `per_block_cast_to_fp8` and its transpose. Runs on w's device and torch's current stream,
-    and has no gradient.
+    Results have the bits of `per_block_cast_to_fp8` and of its transpose. Runs on w's device and torch's current
+    stream. Not differentiable.
 
     Args:
         w: [n, k], or [g, n, k] for experts, each with its own blocks; float64, float32, float16 or bfloat16. Fastest
@@ -124,7 +124,7 @@ def cast_weight(
 def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
     """Transpose FP8 or other one-byte elements in memory: [..., n, k] becomes [..., k, n].
 
-    Runs on x's device and torch's current stream, and has no gradient.
+    Runs on x's device and torch's current stream. Not differentiable.
 
     Args:
         x: [n, k] or [g, n, k] float8_e4m3fn, float8_e5m2, uint8 or int8. Fastest on the GPU if columns are contiguous

@@ -42,7 +42,7 @@ _LIST_FIELDS = {"rows": "index", "offs": "living", "counts": "living"}
 """Fields in `params.CAST_OF_ROWS` for the tensors that select rows."""
 
 _TOKEN_FIELDS = {"rows": "index", "offs": "ends"}
-"""The same in `params.TRANSPOSED_CAST` and `params.CAST_BOTH`."""
+"""Places of these arguments in `params.TRANSPOSED_CAST` and `params.CAST_BOTH`."""
 
 
 class SortSchedule(NamedTuple):
@@ -155,8 +155,8 @@ def choose(
 def _check_count(count: int, rows: int, columns: int) -> None:
     if max(count, columns) > _MOST_COUNTED:
         raise ValueError(
-            f"[{rows}, {columns}] is too large for one launch, which counts to {_MOST_COUNTED} in columns and in parts "
-            f"of rows, here {count}: call for some of the rows, or columns, at a time"
+            f"[{rows}, {columns}] is too large for one launch, whose limit is {_MOST_COUNTED} columns and "
+            f"{_MOST_COUNTED} parts of rows, here {count}: split the rows or columns over several calls"
         )
 
 

@@ -354,7 +354,7 @@ def check_hopper(device: int) -> None:
 
 
 def is_available() -> tuple[bool, str]:
-    """Whether kernels can run here, and if not, why. Never raises. May initialise CUDA.
+    """Say whether kernels can run here, and if not, why, as `(bool, reason)`. Never raises. May initialise CUDA.
 
     False in a process forked after CUDA had started, and after any kernel in this process failed.
     """
@@ -382,8 +382,7 @@ def _check_alive() -> None:
             torch.cuda.current_stream().query()
     except RuntimeError as error:
         raise RuntimeError(
-            "an earlier kernel of this process failed, and CUDA is of no more use to it: start another process "
-            f"({error})"
+            f"an earlier kernel of this process failed, so CUDA no longer works in it: start another process ({error})"
         ) from error
 
 

@@ -148,7 +148,7 @@ class GemmConfig:
         if self.block_n % 16 or not 16 <= self.block_n <= 256:
             return f"block_n is {self.block_n}; WGMMA and stmatrix need a multiple of 16 from 16 to 256"
         if self.integer_sums and self.mma_n % 16 and self.mma_n > 24:
-            return f"block_n is {self.block_n}; of integers one WGMMA has a multiple of 16 columns, not {self.mma_n}"
+            return f"block_n is {self.block_n}; a WGMMA of integers has a multiple of 16 columns, not {self.mma_n}"
         if self.stages < 2:
             return f"stages is {self.stages}; the ring needs at least 2 to overlap loads and math"
         if (self.cluster_m, self.cluster_n) not in ((1, 1), (2, 1), (1, 2)):
@@ -186,7 +186,7 @@ class GemmConfig:
         if self.output == RAW and self.is_finished:
             return f"output is {self.output!r}; sums of integers are stored as they are, without bias and activation"
         if self.accumulate and self.quantizes:
-            return f"accumulate is True and output {self.output!r}; nothing is added to a result with scales"
+            return f"accumulate is True and output {self.output!r}; a result with scales cannot be added to"
         if self.accumulate and self.is_finished:
             return "accumulate is True; a product is added to `out` without bias and activation"
         if not self.product.block_scales and (self.resident_b or self.pairs):
@@ -206,15 +206,15 @@ class GemmConfig:
         if self.row_groups and self.accumulate:
             return f"grouping is {self.grouping!r} and accumulate True; products of groups of rows are written"
         if self.row_groups and self.a_span:
-            return f"grouping is {self.grouping!r} and layout {self.layout!r}; groups are of rows of a that lie along k"
+            return f"grouping is {self.grouping!r} and layout {self.layout!r}; row groups need a K-major a"
         plain = self.kind == "fp8" and self.tma_store and self.split_k == 1
         if self.quantizes and not (plain and not self.is_grouped):
             what = "of kind fp8, stored by TMA, and without groups and split K"
             return f"output is {self.output!r}; such results are {what}"
         if self.quantizes and self.out_columns_per_part % SCALE_BLOCK:
             return (
-                f"output is {self.output!r}; each block stores a multiple of {SCALE_BLOCK} columns of it, which share "
-                f"a scale, and not {self.out_columns_per_part}"
+                f"output is {self.output!r}; each thread block must store a multiple of {SCALE_BLOCK} of its "
+                f"columns, which share a scale, not {self.out_columns_per_part}"
             )
         if not 1 <= self.store_buffers <= 10:
             return f"store_buffers is {self.store_buffers}; supported are 1 to 10"
@@ -225,7 +225,8 @@ class GemmConfig:
         """The first rule for packed operands that this config breaks, or None."""
         if self.b_stages < 2:
             return (
-                f"b_stages is {self.b_stages}; a packed b has at least 2 slots, one that is read while one is written"
+                f"b_stages is {self.b_stages}; a packed b needs at least 2 slots, so that one is read while another "
+                "is written"
             )
         if self.multicast or self.pairs or self.by_k or self.column_shifts > 1:
             what = "multicast, pairs, groups along K, and copies of the main loop"

@@ -403,10 +403,10 @@ def fp8_gemm(
 
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`, accumulated in FP32 and
     rounded once, after a bias and an activation where they are given. Runs on the tensors' device and torch's current
-    stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0
-    or n = 0 does nothing, k = 0 writes zeros, to which bias and activation apply. Not differentiable: raises if torch
-    records gradients and a tensor requires one. Compiled as one op, `torch.ops.deep_tile.fp8_gemm`, by torch.compile
-    and torch.export.
+    stream; CPU tensors are computed by the definition in `deep_tile.reference`. Sizes m, n and k may have any value
+    that fits the strides below; m = 0 or n = 0 does nothing, k = 0 writes zeros, to which bias and activation apply.
+    Not differentiable: raises if torch records gradients and a tensor requires one. Compiled as one op,
+    `torch.ops.deep_tile.fp8_gemm`, by torch.compile and torch.export.
 
     Args:
         a: [m, k] float8_e4m3fn, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
@@ -428,12 +428,12 @@ def fp8_gemm(
         batch_invariant: a row's bits do not depend on m, num_sms or other rows. Gives up split K, which helps for small
             m. Without it results still repeat from call to call.
         pdl: programmatic dependent launch. The kernel may start while its predecessor in the stream still runs; it
-            waits for the predecessor's end before touching memory that both use, and only then lets its own successor
-            start. Results do not change; the host takes 0.5 to 0.8 us more to launch. None: unless `num_sms` is
-            given, since waiting thread blocks would hold SMs that are reserved for others.
-        constant_weights: with `pdl`, also request `b` before that wait if it helps: for small m. Then the preceding
-            kernel in the stream must not write `b` or `b_scale`; if that is another library's programmatic launch, no
-            kernel that may still run beside it either.
+            waits for the predecessor's end before it touches memory that both use, and only then lets its own successor
+            start. Results do not change, and the host takes 0.5 to 0.8 us less to launch. By default on, unless
+            `num_sms` is given, because waiting thread blocks would hold SMs that are reserved for others.
+        constant_weights: with `pdl`, also load `b` before that wait where this helps, which is at small m. The
+            preceding kernel in the stream must then not write `b` or `b_scale`. If it is another library's programmatic
+            launch, no kernel that may still run beside it may write them either.
 
     Returns:
         `out`.
@@ -473,25 +473,26 @@ def gemm(
     """BF16, FP16 or INT8 matrix product: `out[m, n] = sum_k a[m, k] * b[n, k]`, that is `a @ b.T`.
 
     Accumulated over all k in FP32 and rounded once; FP16 results beyond 65504 become infinite. INT8 accumulates in
-    INT32, modulo 2^32 and hence exactly for k up to 131071; for another result dtype the sum is converted to FP32 and
-    rounded. Runs on the tensors' device and torch's current stream; CPU tensors go through the operation's definition
-    in `deep_tile.reference`. Sizes m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Compiled as
-    one op, `torch.ops.deep_tile.gemm`, by torch.compile and torch.export.
+    INT32, modulo 2^32, so exactly for k up to 131071; if `out` is not int32, the sum is converted to FP32 and rounded.
+    Runs on the tensors' device and torch's current stream; CPU tensors go through the operation's definition in
+    `deep_tile.reference`. Sizes m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Compiled as one
+    op, `torch.ops.deep_tile.gemm`, by torch.compile and torch.export.
 
-    Strides decide each operand's major: for contiguous matrices `gemm(x, w)` is x @ w.T, `gemm(x, w.t())` x @ w and
-    `gemm(dy.t(), x.t())` dy.T @ x, without a copy. Ambiguous strides (a single row or a single k) mean K-major.
+    The strides of an operand say whether it is K-major: for contiguous matrices `gemm(x, w)` is x @ w.T, `gemm(x,
+    w.t())` is x @ w, and `gemm(dy.t(), x.t())` is dy.T @ x, without a copy. If strides are ambiguous (a single row or a
+    single k), the operand counts as K-major.
 
-    Differentiable in `a`, `b` and `bias`, without `out` and `activation`. Gradients for `a` and `b` are GEMMs in the
-    operands' dtype, to which an output gradient in another dtype is rounded first. They are differentiable too, except
-    through the op.
+    Differentiable in `a`, `b` and `bias`, if `out` and `activation` are not given. The gradients of `a` and `b` are
+    GEMMs in the operands' dtype, to which an output gradient of another dtype is rounded first. They are differentiable
+    again, except through the op.
 
     Args:
-        a: [m, k] bfloat16, float16 or int8, 16-byte aligned: unit stride along k and a row stride in multiples of 16
-            bytes; or, for 16-bit dtypes, unit stride along m and such a stride along k. A slice of a wider matrix
-            works.
-        b: [n, k] in the same dtype, likewise K-major or N-major: one row per output column, as in `torch.nn.Linear`.
-            Or, with a bfloat16 `a`, K-major float32: then the call is `thin_gemm`'s and takes no bias, activation,
-            config or constant_weights and has no gradients.
+        a: [m, k] bfloat16, float16 or int8, 16-byte aligned: unit stride along k and a row stride that is a multiple of
+            16 bytes; or, for 16-bit dtypes, unit stride along m and such a stride along k. May be a slice of a wider
+            matrix.
+        b: [n, k] in the same dtype, K-major or N-major in the same way: one row per output column, as in
+            `torch.nn.Linear`. Or, with a bfloat16 `a`, K-major float32: the call is then `thin_gemm`, takes no bias,
+            activation, config or constant_weights, and is not differentiable.
         out: [m, n] bfloat16, float16 or float32, or int32 for INT8, unit stride along n; allocated when None. Any
             alignment and row stride; rows that start and end at multiples of 16 bytes are stored faster. Must not
             overlap the inputs.
@@ -500,7 +501,7 @@ def gemm(
         config: the kernel to use instead of the selector's choice; its `layout` must match the operands.
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`; the first three for gradients, too.
         accumulate: add the result to `out`, which must be given; without bias and activation. The result is rounded to
-            `out`'s dtype first, then the sum: for bfloat16 and float16 both roundings count.
+            `out`'s dtype, and then the sum is: for bfloat16 and float16 both roundings count.
 
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
@@ -532,7 +533,7 @@ def int8_gemm(
     """INT8 matrix product with block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
 
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`: sums over 128 k are
-    exact in INT32, scaled and added in FP32, and rounded once. All else is as for `fp8_gemm`.
+    exact in INT32, scaled and added in FP32, and rounded once. Everything else is as for `fp8_gemm`.
 
     Args:
         a: [m, k] int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
@@ -624,9 +625,9 @@ def packed_gemm(
 ) -> torch.Tensor:
     """`fp8_gemm` with a 4-bit weight, which the kernel converts to FP8.
 
-    The result is bit for bit that of the same tile with the FP8 weight defined by `pack_weight`; reads 17/32 of FP8's
-    weight bytes, 18/32 for NVFP4 and, with its row scales, for INT4. Many rows are multiplied by the weight unpacked to
-    temporary FP8 memory, where that is predicted to take less time. Not differentiable.
+    The result has the bits of a GEMM by the same tile with the FP8 weight that `pack_weight` defines. The kernel reads
+    17/32 as many weight bytes as FP8, 18/32 for NVFP4, and 18/32 for INT4 with its row scales. With many rows, the
+    weight is first unpacked to FP8 in temporary memory, if that is predicted to take less time. Not differentiable.
 
     Args:
         a: [m, k] float8_e4m3fn, as for `fp8_gemm`.
@@ -782,10 +783,7 @@ def _backward(ctx, grad):
 
 def _run_gradient(grad, x, transposed, **options) -> torch.Tensor:
     if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
-        raise RuntimeError(
-            "a gradient of a gradient is wanted, which torch.ops.deep_tile.gemm has none of. Call deep_tile.gemm, or "
-            "drop create_graph"
-        )
+        raise RuntimeError("torch.ops.deep_tile.gemm has no second gradient. Call deep_tile.gemm, or drop create_graph")
     return _multiply_gradient(grad, x, transposed, **options)
 
 

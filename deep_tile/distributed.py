@@ -62,7 +62,7 @@ class WeightShard(NamedTuple):
     """A rank's part of a weight, for GEMMs without DTensors.
 
     Attributes:
-        weight, scale: as products take them.
+        weight, scale: as `fp8_gemm` takes them.
         first: count of leading zero rows or columns.
     """
 
@@ -71,16 +71,16 @@ class WeightShard(NamedTuple):
     first: int
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of the other operand, for a weight split by "row": a zero-padded copy, or the input
-        itself without padding."""
+        """Pad this rank's columns of the other operand, for a weight split by "row": a copy, or the input itself if no
+        padding is needed."""
         return F.pad(x, (self.first, 0)) if self.first else x
 
 
 def check_shardable(n: int, k: int, ranks: int, style: str) -> int:
-    """Zero rows or columns that each rank adds to keep blocks whole.
+    """Return how many zero rows or columns each rank adds to keep blocks whole.
 
-    Sends nothing; equal on every rank: 0 if the split size is a multiple of 128 * `ranks`, at most 254. The styles
-    below pad shards so; `shard_weight` takes less where it can.
+    Sends nothing, and is the same on every rank: 0 if the split size is a multiple of 128 * `ranks`, at most 254. The
+    styles below pad shards by that much; `shard_weight` adds fewer where it can.
 
     Args:
         n, k: the whole weight's sizes.
@@ -111,10 +111,10 @@ def shard_weight(
     *,
     max_error: float = 0.0,
 ) -> WeightShard:
-    """A rank's rows or columns of a weight with 128x128 scales, at any boundaries.
+    """Cut a rank's rows or columns out of a weight with 128x128 scales, at any boundaries.
 
-    As torch.chunk cuts it, so that the last ranks may have fewer, or none. A shard that starts inside a block is
-    re-blocked if no row changes by more than `max_error`; calls then cost nothing extra. Otherwise it is exact and
+    Cuts as torch.chunk does, so that the last ranks may have fewer, or none. A shard that starts inside a block gets
+    new blocks if no row changes by more than `max_error`; calls then cost nothing extra. Otherwise it stays exact and
     starts with up to 127 zero rows or columns, which every GEMM reads. For "column" drop the result's first columns,
     `out[..., shard.first:]`, a view; for "row" pass `shard.pad(x)`, one torch kernel.
 
@@ -236,13 +236,13 @@ class _LinearStyle(ParallelStyle):
 class ColumnParallel(_LinearStyle):
     """Split a `deep_tile.nn.Linear` by result columns, as torch's ColwiseParallel does for torch.nn.Linear.
 
-    Weight, scale and bias are split along n, the input is whole, and each rank computes its columns exactly as one
-    process would with batch_invariant=True. If 128x128 blocks would not stay whole, shards are zero-padded, also in
-    `state_dict()`: load a layer's weight before splitting it. Outputs have none.
+    Weight, scale and bias are split along n, the input is whole, and each rank computes its columns with the bits of
+    one process with batch_invariant=True. If 128x128 blocks would not stay whole, shards are zero-padded, also in
+    `state_dict()`: load a layer's weight before splitting it. Outputs are not padded.
 
     Args:
         input_layouts: placement of an input that is not a DTensor; None: Replicate().
-        output_layouts: how the output is wanted; Shard(-1) when None.
+        output_layouts: placement of the output; Shard(-1) when None.
         use_local_output: return the local tensor, not the DTensor.
 
     Raises, when it is applied:
@@ -263,7 +263,7 @@ class RowParallel(_LinearStyle):
 
     Args:
         input_layouts: placement of an input that is not a DTensor; None: Shard(-1).
-        output_layouts: how the output is wanted; Replicate(), an all-reduce, when None.
+        output_layouts: placement of the output; Replicate(), by an all-reduce, when None.
         use_local_output: return the local tensor, not the DTensor.
 
     Raises, when it is applied:
@@ -404,8 +404,9 @@ def _check_split(name: str, size: int, ranks: int) -> None:
     if not _fits(size, ranks):
         raise ValueError(
             f"{name} of the weight is {size}, split over {ranks} ranks: it must be a multiple of {SCALE_BLOCK} * "
-            f"{ranks}, or shards of the weight and of its scale, one for each {SCALE_BLOCK}x{SCALE_BLOCK} block, do "
-            "not belong together. ColumnParallel and RowParallel split such layers, and shard_weight weights; or pad "
+            f"{ranks}, because the scale has one element for each {SCALE_BLOCK}x{SCALE_BLOCK} block and must be "
+            "split at block boundaries. ColumnParallel and RowParallel split such layers, and shard_weight weights; "
+            "or pad "
             f"it to {round_up(size, SCALE_BLOCK * ranks)}, split it over fewer ranks, or keep it whole"
         )
 

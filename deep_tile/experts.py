@@ -27,24 +27,24 @@ class Routing(NamedTuple):
 
 
 def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) -> Routing:
-    """Row lists for an expert layer: one row per token and choice, sorted by expert.
+    """Make the row lists of an expert layer: one row per token and choice, sorted by expert.
 
-    An expert's rows are in token order, then choice order. Made on `chosen`'s device and torch's
-    current stream, without waiting for it, so that a CUDA graph holds for every choice: on a Hopper GPU by one kernel,
-    elsewhere by torch, with the same numbers. More than 512 experts, or 2**21 choices, torch sorts there, too, by a
-    dozen kernels.
+    An expert's rows are in token order, then choice order. Runs on `chosen`'s device and torch's current stream and
+    does not wait for it, so that one CUDA graph serves every choice: on a Hopper GPU by one kernel, elsewhere by torch,
+    with the same numbers. With more than 512 experts or 2**21 choices torch sorts on the GPU as well, with a dozen
+    kernels.
 
     Args:
         chosen: [t, top_k] int32 or int64, any strides: each token's experts. A negative or too large number means no
-            local expert, e.g. one on another rank; its rows come after all experts' rows. On the GPU fastest where it
-            is contiguous; else it is copied first.
+            local expert, e.g. one on another rank; its rows come after all experts' rows. Fastest on the GPU if
+            contiguous; otherwise it is copied first.
         experts: how many there are.
         alignment: the multiple of rows at which experts start: a power of two up to 1024. Weight gradients need 128
             (`fp8_grouped_wgrad`; `transposed_cast_to_fp8` casts its operands by the same lists).
 
     Returns:
         rows: [t * top_k] int64, each row's token: for `per_token_cast_to_fp8`. With an alignment [t * top_k + experts *
-            (alignment - 1)], rounded up to it, and -1 for padding rows, which casts take for zeros.
+            (alignment - 1)], rounded up to it, and -1 for padding rows, which casts read as zeros.
         offs: [experts] int32, the row behind each expert's last: for all casts and `fp8_grouped_gemm`, with the same
             alignment.
         index: [t, top_k] int64, each choice's row, -1 for no expert: for `combine`.
@@ -66,7 +66,7 @@ class SortOptions(NamedTuple):
 
 
 class Sort(quantize.Casting):
-    """Of chosen, rows, offs and index."""
+    """The operation of `sort_by_expert`, with the tensors chosen, rows, offs and index."""
 
     Options, dtypes = SortOptions, sources.INDEX_DTYPES
     unexplained = "its thread blocks wait for each other's counts, which is no time of memory or tensor cores"
@@ -105,7 +105,7 @@ class Sort(quantize.Casting):
         return given[0].contiguous(), *given[1:]
 
     def needs_kernel(self, given: Given) -> bool:
-        """What is no kernel's is sorted by torch, on a GPU, too."""
+        """Sort by torch what no kernel takes, also on a GPU."""
         chosen, _, offs, _ = given
         fits = len(offs) <= cast.MOST_EXPERTS and chosen.numel() <= cast.MOST_CHOICES
         return fits and chosen.numel() > 0 and self.is_on_gpu(chosen) and launches.is_hopper(chosen.get_device())
@@ -173,16 +173,16 @@ def silu_mul_cast_to_fp8(
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """SwiGLU of an expert layer, quantised: the input for its second GEMM.
+    """Compute SwiGLU and quantise it: the step between the two GEMMs of an expert layer.
 
-    h = gate * sigmoid(alpha * gate) * (up + beta), in FP32, then cast as by `per_token_cast_to_fp8`, without rounding h
-    to a narrower type in between. Each operation is rounded to FP32, from left to right, and h is within a relative
-    1e-6 of the formula, plus 2e-7 per unit of alpha * gate; a sigmoid below 2**-126 is 0.
+    h = gate * sigmoid(alpha * gate) * (up + beta) is computed in FP32 and cast as by `per_token_cast_to_fp8`, without
+    rounding h to a narrower type in between. Each operation is rounded to FP32, from left to right, and h is within a
+    relative 1e-6 of the formula, plus 2e-7 per unit of alpha * gate; a sigmoid below 2**-126 is 0.
 
     Runs on `gate_up`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch. Each
-    repeats its own bits, but they differ between the two: the GPU uses its own exponential and reciprocal. A scale
-    differs at most by h's error, an element by one e4m3 step. With "pow2" a scale may be the next power of two if h's
-    largest magnitude is that close to the boundary. It has no gradient.
+    repeats its own bits, but the two differ, since the GPU has an approximate exponential and reciprocal: a scale by at
+    most the error of h, an element by at most one e4m3 step. With "pow2" a scale may be the next power of two if the
+    largest magnitude of h is that close to a boundary. Not differentiable.
 
     Args:
         gate_up: [..., 2k] bfloat16 or float16, any strides: each row holds k gate values, then k up values. Fastest on
@@ -190,13 +190,13 @@ def silu_mul_cast_to_fp8(
             column strides are copied first.
         offs, counts: as for `per_token_cast_to_fp8`: each group's END row in gate_up [s, 2k], or live rows per group in
             gate_up [g, m, 2k]. Dead rows are neither read nor written.
-        limit: gate is bounded by it from above, up to both sides, before all else; a positive number. gpt-oss and
-            DeepSeek-V4 do so.
+        limit: a positive number. Before anything else, gate is clamped to at most `limit`, and up to [-limit, limit],
+            as in gpt-oss and DeepSeek-V4.
         alpha, beta: finite numbers, rounded to FP32; 1.702 and 1 in gpt-oss.
         scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; on the GPU `exact` affects scales
             only.
-        out: [..., k] float8_e4m3fn, otherwise as there.
-        scale_out: [..., ceil(k / 128)] float32, otherwise as there.
+        out: [..., k] float8_e4m3fn, otherwise as for `per_token_cast_to_fp8`. scale_out: [..., ceil(k / 128)] float32,
+            otherwise as there.
 
     Returns:
         `out` and `scale_out`: [..., k] float8_e4m3fn and its scale. Dead rows are not written; in allocated tensors
@@ -246,16 +246,16 @@ def combine(
 ) -> torch.Tensor:
     """Weighted sum over each token's expert results: out[t] = sum over j of weights[t, j] * x[index[t, j]].
 
-    In FP32, in the order of j: each product and each sum is rounded to FP32, and the last sum to BF16.
-    Runs on `x`'s device and torch's current stream: one kernel on a Hopper GPU, elsewhere torch, bit for bit the same
-    except for NaN's bits. It has no gradient.
+    Sums in FP32 in the order of j: each product and each sum is rounded to FP32, and the last sum to BF16. Runs on
+    `x`'s device and torch's current stream: one kernel on a Hopper GPU, elsewhere torch, with the same bits except in
+    NaNs. Not differentiable.
 
     Args:
         x: [r, n] bfloat16, unit stride along n: results of the second GEMM. Fastest on the GPU if n is a multiple of 8
             and rows start at multiples of 16 bytes, here and in `out`.
         weights: [t, top_k] float32 or bfloat16, any strides.
-        index: [t, top_k] int32 or int64, any strides: each token's rows in `x`. For a negative or too large number
-            nothing is read or added.
+        index: [t, top_k] int32 or int64, any strides: each token's rows in `x`. Negative or too large numbers are
+            skipped.
         out: [t, n] bfloat16, unit stride along n, that shares no memory with `x`, to write to; allocated when None.
 
     Returns:
@@ -279,7 +279,7 @@ class Combine(Described):
     Options = NoOptions
 
     def allocated(self, given: Given, options: tuple) -> Given:
-        """As `Described` has it, without reading every argument's sizes."""
+        """Override of `Described` that does not read every argument's sizes."""
         x, weights, index, out = given
         shape = index.shape[0], x.shape[1]
         return x, weights, index, tensors.new_empty(x, shape, (shape[1], 1), torch.bfloat16) if out is None else out

@@ -25,7 +25,7 @@ RESULT_NAMES = {**OUTPUT_NAMES, torch_dtype(RESULTS[RAW]): RAW}
 """Result names over all kinds, by dtype."""
 
 FORMAT_NAMES = {**RESULT_NAMES, torch_dtype(RESULTS[QUANTIZED]): QUANTIZED}
-"""The same with results that are cast."""
+"""Result names by dtype, those of results that are cast included."""
 
 _PAIRS = 2 * GATE_COLUMNS
 
@@ -69,12 +69,13 @@ def interleave_gate_up(x: torch.Tensor) -> torch.Tensor:
         ValueError: x's row count is not a multiple of 16, or it has no memory.
     """
     if not isinstance(x, torch.Tensor):
-        raise tensors.no_tensor("x", x, "pass a weight, or what goes with its rows")
+        raise tensors.no_tensor("x", x, "pass a weight, or a scale or bias of its rows")
     if not is_dynamo_compiling():  # dynamo knows its tensors and would have to trace the check
         tensors.require_dense(x=x)
     if x.dim() < 1 or x.shape[0] % _PAIRS:
         raise ValueError(
-            f"x is {list(x.shape)}; it must have a multiple of {_PAIRS} rows, gates and then as many others. Pad both "
+            f"x is {list(x.shape)}; it must have a multiple of {_PAIRS} rows, gate rows, then as many up rows. Pad "
+            "both "
             f"halves to a multiple of {GATE_COLUMNS}"
         )
     halves = x.unflatten(0, (2, x.shape[0] // _PAIRS, GATE_COLUMNS))

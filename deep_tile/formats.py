@@ -231,7 +231,7 @@ def _checked_global_scale(name: str, given: object, weight: torch.Tensor) -> tor
         return torch.ones((*leading, 1, 1), dtype=torch.float64, device=weight.device)
     if given is None:
         raise ValueError(
-            "nvfp4 has a second scale: pass global_scale, which elements are multiplied with: ModelOpt's "
+            "nvfp4 has a second scale: pass global_scale, the factor of every element: ModelOpt's "
             "weight_scale_2, or 1 / weight_global_scale of compressed-tensors; 1.0 where there is none"
         )
     if isinstance(given, bool) or not isinstance(given, (Real, torch.Tensor)):
@@ -245,7 +245,7 @@ def _checked_global_scale(name: str, given: object, weight: torch.Tensor) -> tor
         raise ValueError(f"global_scale has shape {list(factor.shape)}; it must be one number, or {list(leading)}")
     factor = factor.to(weight.device, torch.float64).flatten()
     if not bool(((factor > 0) & (factor <= _LARGEST_GLOBAL_SCALE)).all()):
-        raise ValueError("global_scale must be positive and at most 2**120; pass what elements are multiplied with")
+        raise ValueError("global_scale must be positive and at most 2**120; pass the factor of the elements")
     return factor.expand(math.prod(leading)).reshape(*leading, 1, 1)
 
 

@@ -71,22 +71,21 @@ def swiglu_gradient_cast_both(
     round_scale: str = "none",
     exact: str = "divide",
 ) -> SwigluGradient:
-    """Gradient through h = silu(gate) * up * share, cast along f and along tokens, and h cast along tokens, in one
-    read.
+    """Cast the gradient through h = silu(gate) * up * share along f and along tokens, and h along tokens, in one read.
 
     Gradients and h are computed in FP32 and rounded to BF16, then cast bit for bit as by `cast_both` and
     `transposed_cast_to_fp8`. Before that rounding they are within a relative 1e-6 of the formula, plus 2e-7 per unit of
     gate. Runs on dh's device and torch's current stream, and has no gradient.
 
     Args:
-        dh: [s, f] bfloat16, h's gradient. Fastest on the GPU if f is a multiple of 128, columns are contiguous and rows
-            start at multiples of 16 bytes, here and in gate_up.
+        dh: [s, f] bfloat16, the gradient of h. Fastest on the GPU if f is a multiple of 128, columns are contiguous and
+            rows start at multiples of 16 bytes, here and in gate_up.
         gate_up: [s, 2f] bfloat16, gates and then ups in each row; or float8_e4m3fn, as `per_token_cast_to_fp8` has.
         gate_up_scale: [s, ceil(2f / 128)] float32, for gate_up in FP8.
         share: [s] float32, a factor per row of h.
         offs, alignment: as for `cast_both`. With `offs`, rows outside all groups are neither read nor written; results,
             including share's gradient, hold arbitrary bytes there.
-        blocks: h has one scale for 128 columns and 128 tokens. Without `offs`.
+        blocks: h has one scale per 128 columns and 128 tokens. Not with `offs`.
         amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`, for all casts.
 
     Returns:
@@ -102,7 +101,7 @@ def swiglu_gradient_cast_both(
 
 
 class SwigluCast(transposed.AlongTokens):
-    """Of dh, gate_up, what `Made` names, gate_up_scale, share and offs."""
+    """The operation of `swiglu_gradient_cast_both`: dh, gate_up, results as in `Made`, gate_up_scale, share, offs."""
 
     Options = both.BothOptions
 

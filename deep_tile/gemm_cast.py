@@ -69,22 +69,22 @@ def fp8_gemm_cast(
 
     Equals `per_token_cast_to_fp8(fp8_gemm(a, a_scale, b, b_scale, bias=bias, activation=activation))` with its BF16
     intermediate, bit for bit with `batch_invariant`; without it the GEMM may sum in another order. With
-    `activation="swiglu"` it covers everything between a gated layer's two GEMMs. Uses one kernel if predicted to be
-    faster (large m), else two. Not differentiable. Compiled as one op, `torch.ops.deep_tile.fp8_gemm_cast`, by
-    torch.compile and torch.export.
+    `activation="swiglu"` it covers everything between a gated layer's two GEMMs. Launches one kernel if that is
+    predicted to be faster (large m), otherwise two. Not differentiable. Compiled as one op,
+    `torch.ops.deep_tile.fp8_gemm_cast`, by torch.compile and torch.export.
 
     Args:
         a, a_scale, b, b_scale, bias, activation: as for `fp8_gemm`.
         out: [m, n] float8_e4m3fn, or [m, n / 2] with "swiglu", with a unit stride along n; allocated when None, with
-            rows at multiples of 16 bytes. Must not overlap the inputs. Rows that begin and end at such multiples can be
-            written by one kernel.
+            rows at multiples of 16 bytes. Must not overlap the inputs. One kernel can do both steps only if rows start
+            and end at multiples of 16 bytes.
         scale_out: [m, ceil(n / 128)] float32, or [m, ceil(n / 256)], any strides, to write to; allocated when None.
         scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`.
         config: the fused kernel to use, with `output="e4m3"`; None: the selector decides.
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
 
     Returns:
-        `out` and `scale_out`. In a row that holds NaN or infinity within 128 columns, these and their scale are NaN.
+        `out` and `scale_out`. Where 128 columns of a row hold NaN or infinity, these columns and their scale are NaN.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm` and `per_token_cast_to_fp8`. Nothing has been launched, and

@@ -240,7 +240,7 @@ def fp8_grouped_gemm(
     `a[g, :counts[g]]`, or all of `a[g]` without counts. Bounds are read on the device. Invalid ones (negative, falling,
     too large) are clamped and never cause out-of-bounds access. Not differentiable.
 
-    Every warp reads the bounds by itself: nothing may write them while the product runs, as nothing may write `a`.
+    Every warp reads the bounds by itself: like `a`, they must not be written while the kernel runs.
 
     Args:
         a: [s, k] or [g, m, k] float8_e4m3fn, unit stride along k; row and group strides as for `fp8_gemm`, and the
@@ -258,11 +258,11 @@ def fp8_grouped_gemm(
         out_dtype: dtype of `out`: by default `out`'s, or bfloat16.
         config: the kernel to use instead of the selector's choice; its `grouping` is "offs" or "counts".
         num_sms, pdl: as for `fp8_gemm`.
-        batch_invariant: as for `fp8_gemm`. Grouped results never depend on other rows, so it changes nothing.
-        constant_weights: as for `fp8_gemm`; the bounds, too, are then read before that wait, if `expected_rows` is
-            small: the preceding kernel must not write `b`, `b_scale`, `offs` or `counts`. Between the kernels of a
-            layer that holds (`sort_by_expert`, cast, product, `silu_mul_cast_to_fp8`, product). Kernels without block
-            scales wait all the same.
+        batch_invariant: accepted as for `fp8_gemm`, and changes nothing: grouped results never depend on other rows.
+        constant_weights: as for `fp8_gemm`. If `expected_rows` is small, the bounds are then read before that wait as
+            well, so the preceding kernel must not write `b`, `b_scale`, `offs` or `counts`. This holds in a layer of
+            experts (`sort_by_expert`, cast, GEMM, `silu_mul_cast_to_fp8`, GEMM). Kernels without block scales always
+            wait.
 
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
 

@@ -124,9 +124,9 @@ class CacheInfo(NamedTuple):
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a kernel, or made one that may hang.
+    """NVRTC could not compile a kernel, or compiled one that may hang.
 
-    The message holds its version and its log, its options and where the source was saved; or the remedy.
+    The message has NVRTC's version, log and options and the path of the saved source, or the remedy.
     """
 
 
@@ -228,7 +228,7 @@ def _compile_uniform(source: str, name: str) -> bytes:
 def divergence_text(name: str, divergence: tuple[str, ...]) -> str:
     """Error text for a kernel with `Compiled.divergence`."""
     more = f" and {len(divergence) - 1} more" if len(divergence) > 1 else ""
-    return f"{name} may hang: NVRTC {nvrtc_version()} lets its warps fall apart ({divergence[0]}{more})"
+    return f"{name} may hang: NVRTC {nvrtc_version()} compiles it with divergent warps ({divergence[0]}{more})"
 
 
 TESTED_WHEELS = {"12": "nvidia-cuda-nvrtc-cu12==12.9.86", "13": "nvidia-cuda-nvrtc==13.0.88"}
@@ -329,7 +329,7 @@ def _count_compilation() -> None:
 
 
 class forbid_compilation:  # noqa: N801, as torch.set_grad_enabled
-    """Let no kernel be compiled in this process from now on: for serving, once everything is ready.
+    """Forbid compiling kernels in this process from now on: for serving, after everything has been precompiled.
 
     A call whose kernel is neither loaded, nor in the cache directory, nor in the wheel then raises RuntimeError instead
     of compiling it; nothing is launched. Loading compiled kernels stays allowed; it takes about a millisecond.
@@ -370,7 +370,7 @@ def _refuse_forbidden(name: str) -> None:
 
 
 def compilations() -> int:
-    """Kernels that this process has compiled so far: unchanged by whatever the cache could serve."""
+    """Return how many kernels this process has compiled so far. Kernels from the cache or the wheel do not count."""
     return _compilations
 
 

@@ -77,9 +77,9 @@ def fp8_linear(
 ) -> torch.Tensor:
     """`x @ (b * b_scale)^T + bias`, with `x` quantised to FP8 on the way: a linear layer.
 
-    The result equals `per_token_cast_to_fp8(x)` then `fp8_gemm`, bit for bit. On a Hopper GPU both kernels are
-    enqueued at once on torch's current stream; the quantised input is in a cached workspace, or, for large inputs and
-    under CUDA graph capture, allocated by torch.
+    The result has the bits of `per_token_cast_to_fp8(x)` followed by `fp8_gemm`. On a Hopper GPU one call enqueues both
+    kernels on torch's current stream. The quantised input is in a cached workspace; for large inputs and during the
+    capture of a CUDA graph, torch allocates it.
 
     Differentiable in `x`, in `bias` and in a `b` that is not FP8; once. If `b` is FP8, the gradient for `x` is an FP8
     GEMM: the output's gradient, quantised with 1x128 scales, by the transpose of `b`. If `b` is not FP8, both gradients
@@ -89,10 +89,10 @@ def fp8_linear(
     Args:
         x: [..., k] bfloat16, float16 or float32, any k. Fastest if contiguous with rows at multiples of 16 bytes.
             Leading dimensions that do not flatten to one stride, and other column strides, are copied first. Or the
-            pair that `per_token_cast_to_fp8` returned, for layers that share one cast; it has no gradient, and the
-            product alone is launched. After `import deep_tile.distributed` also a DTensor, as all tensors then are.
-        b: [n, k] float8_e4m3fn for `fp8_gemm`, e.g. from `quantize_weight`; or, without `b_scale`, a bfloat16, float16
-            or float32 weight, which every call quantises.
+            pair that `per_token_cast_to_fp8` returned, for layers that share one cast: only the GEMM is launched, and
+            there is no gradient for it. After `import deep_tile.distributed` also a DTensor, if all tensors are.
+        b: [n, k] float8_e4m3fn, as `fp8_gemm` takes it, e.g. from `quantize_weight`; or, without `b_scale`, a bfloat16,
+            float16 or float32 weight, which every call quantises.
         b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides; or bfloat16, float16 or float8_e8m0fnu, which a
             torch kernel converts to float32 first.
         bias: [n] bfloat16, float16 or float32, added in FP32 before the product is rounded, as by `fp8_gemm`.
@@ -102,15 +102,15 @@ def fp8_linear(
         amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; for `x`, and for a weight that is not FP8.
             Ignored for a pair.
         num_sms, batch_invariant: as for `fp8_gemm`; for the GEMM.
-        pdl: programmatic dependent launches, as for `fp8_gemm`; for both kernels. The weights are requested before the
-            cast has ended, after all that came before it.
+        pdl: programmatic dependent launches of both kernels, as for `fp8_gemm`. The GEMM loads its weights while the
+            cast runs, after everything before the cast has ended.
 
     Returns:
         `out`.
 
     Raises:
         TypeError: an argument is no tensor, or not a plain one, or has the wrong dtype, or an option the wrong type.
-        ValueError: a shape, stride, device or option that the operation does not take, or a tensor without memory.
+        ValueError: a shape, stride, device or option is not supported, or a tensor has no memory.
         RuntimeError: `out` is given where a gradient is wanted; or as for `fp8_gemm`. Nothing has been launched and
             `out` is untouched.
 
@@ -155,13 +155,12 @@ def _refuse_gradient(b, b_scale, out) -> None:
     """Raise where a gradient is wanted that does not exist."""
     if out is not None:
         raise RuntimeError(
-            "out is given and a gradient is wanted, which what is written to a tensor has none of. Drop out, or call "
-            "under torch.no_grad()"
+            "out is given, and writing to a tensor has no gradient. Drop out, or call under torch.no_grad()"
         )
     for name, x in (("b", b), ("b_scale", b_scale)):
         if b_scale is not None and x.requires_grad:
             raise RuntimeError(
-                f"{name} requires a gradient, which a quantised weight has none of. Pass {name}.requires_grad_(False), "
+                f"{name} requires a gradient, and a quantised weight has none. Pass {name}.requires_grad_(False), "
                 "or the weight itself as b, without b_scale, or call under torch.no_grad()"
             )
 

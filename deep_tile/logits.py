@@ -86,11 +86,11 @@ def mqa_logits(
     num_sms: int | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """An indexer's logits: out[i, j] = kv_scale[j] * sum over h of weights[i, h] * relu(q[i, h] . kv[j]).
+    """Compute an indexer's logits: out[i, j] = kv_scale[j] * sum over h of weights[i, h] * relu(q[i, h] . kv[j]).
 
     For each query i and the keys j with starts[i] <= j < ends[i]. Runs on `q`'s device and torch's current stream: on a
     Hopper GPU by one kernel, in FP32 except the dot products over 32 to 128 elements, for which WGMMA keeps about 14
-    bits; elsewhere by the definition, in float64. A call gives the same bits every time on one GPU. It has no gradient.
+    bits; elsewhere by the definition, in float64. On one GPU a call gives the same bits every time. Not differentiable.
 
     Args:
         q: [s, heads, d] float8_e4m3fn, unit stride along d, which is 32, 64 or 128; 1 to 128 heads, fastest with 32, 64
@@ -99,11 +99,12 @@ def mqa_logits(
         kv_scale: [s_k] float32, contiguous, 16-byte aligned.
         weights: [s, heads] float32, unit stride along heads. Multiply q's scales into them.
         starts, ends: [s] int32, contiguous. Ranges are clamped to [0, s_k]; one that ends before it starts is empty.
-        out: to write to, [s, s_k] or with `columns` [s, columns], float32 or bfloat16, unit stride along columns;
+        out: [s, s_k], or [s, columns] with `columns`, float32 or bfloat16, unit stride along columns, to write to;
             allocated when None, with rows at multiples of 128 bytes.
-        clean: write -infinity wherever no key counts. Else memory there is left as it was, arbitrary bytes where it was
-            allocated.
-        columns: width of compressed logits: column c in row i is for key starts[i] + c. Keys beyond are left out.
+        clean: write -infinity outside the ranges. Otherwise memory there is not written, and holds arbitrary bytes in
+            an allocated `out`.
+        columns: width of compressed logits: column c of row i is for key starts[i] + c. Keys beyond the last column are
+            left out.
         out_dtype: dtype of an allocated `out`, float32 by default.
         num_sms, pdl: as for `fp8_gemm`.
 
@@ -135,10 +136,10 @@ def paged_mqa_logits(
     num_sms: int | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """`mqa_logits` over a paged cache: each sequence has n queries, and pages by a block table.
+    """Compute `mqa_logits` over a paged cache: each sequence has n queries, and a block table of its pages.
 
-    Key j of sequence b is row j % 64 in page block_table[b, j // 64]. A page that the cache has not counts as zeros.
-    Bound by the cache's bytes up to about four queries with 64 heads.
+    Key j of sequence b is row j % 64 in page block_table[b, j // 64]. A page number outside the cache reads as zeros.
+    Reading the cache is the limit up to about four queries with 64 heads.
 
     Args:
         q: [batch, n, heads, d] float8_e4m3fn, as for `mqa_logits`; n from 1 to 8.
@@ -149,7 +150,7 @@ def paged_mqa_logits(
             i fewer; or [batch, n]: keys per query. Keys beyond the table or `columns` are ignored.
         block_table: [batch, most pages per sequence] int32, unit stride along pages.
         out, clean, out_dtype, num_sms, pdl: as for `mqa_logits`; `out` is [batch * n, columns].
-        columns: `out`'s width: the longest context, by default a table row's capacity.
+        columns: width of `out`, the longest context; by default the keys that a row of the table can address.
 
     Returns `out`. Raises as `mqa_logits`.
     """
@@ -229,8 +230,8 @@ class Logits(Operation):
             steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
             if x.stride(-1) != 1 or any(step % tensors.ALIGNMENT_BYTES or step < x.shape[-1] for step in steps):
                 raise ValueError(
-                    f"{name} has strides {x.stride()}; wanted is a unit stride along d and multiples of 16 bytes else. "
-                    f"Pass {name}.contiguous()"
+                    f"{name} has strides {x.stride()}; it must have a unit stride along d, and other strides in "
+                    f"multiples of 16 bytes. Pass {name}.contiguous()"
                 )
         _check_rows(named, ("weights", "out"), ("kv_scale", "starts", "ends"))
         _check_aligned(named, "q", "kv", "kv_scale")
@@ -313,8 +314,8 @@ class PagedLogits(Logits):
         step = cache.stride(0) if pages > 1 else LOGITS_TILE * row_bytes
         if not dense or step < LOGITS_TILE * row_bytes or step % tensors.ALIGNMENT_BYTES:
             raise ValueError(
-                f"cache has strides {cache.stride()}; wanted are dense pages, strides (any, {row_bytes}, any, 1), that "
-                "begin at multiples of 16 bytes"
+                f"cache has strides {cache.stride()}; pages must be dense, with strides (any, {row_bytes}, any, 1), "
+                "and begin at multiples of 16 bytes"
             )
         _check_rows(named, ("weights", "out", "block_table"), ("lengths",))
         _check_aligned(named, "q", "cache")
@@ -469,12 +470,12 @@ def precompile_logits(
     workers: int | None = None,
     progress: bool = False,
 ) -> int:
-    """Compile, and on a Hopper GPU load, every kernel that calls with up to `queries` queries on the same keys need.
+    """Compile, and on a Hopper GPU load, every kernel that `mqa_logits` or `paged_mqa_logits` can need.
 
     Args:
         heads, head_dim: q's.
         paged: for `paged_mqa_logits`, else for `mqa_logits`.
-        queries: the maximum, by default any number; with `paged`, per sequence.
+        queries: the most queries of a call, by default any number; with `paged`, per sequence.
         out_dtype: the logits'.
         workers, progress: as for `precompile`.
 

@@ -131,7 +131,7 @@ def all_kernels(
 
 
 def default_kernels() -> list[LogitsKernel]:
-    """Those of the indexers that models have: 32 or 64 heads of 128 elements, and logits in FP32."""
+    """Kernels for the indexers of known models: 32 or 64 heads of 128 elements, with FP32 logits."""
     return [
         kernel for heads in (32, 64) for paged in (False, True) for kernel in all_kernels(128, heads, paged, "fp32")
     ]
@@ -192,8 +192,8 @@ def prepare(
     tiles = layout.blocks * ceil_div(layout.keys, LOGITS_TILE)
     if tiles > _MOST_TILES:
         raise ValueError(
-            f"{layout.rows} queries and {layout.keys} keys are {tiles} tiles, of which a launch takes {_MOST_TILES}: "
-            "call for some of the queries at a time"
+            f"{layout.rows} queries and {layout.keys} keys are {tiles} tiles, and a launch takes {_MOST_TILES} at "
+            "most: split the queries over several calls"
         )
     places = PAGED_PLACES if kernel.paged else PLACES
     maps = tensor_maps(kernel, layout, q_strides, keys)

@@ -27,13 +27,13 @@ _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 
 
 class Linear(torch.nn.Module):
-    """`torch.nn.Linear` with an FP8 weight: calls `fp8_linear`.
+    """`torch.nn.Linear` with an FP8 weight, which calls `fp8_linear`.
 
     The weight is frozen; gradients reach the input and the bias. `.to(dtype)`, `.half()` and the like convert the bias
     alone. `state_dict()` holds a dense copy of a weight with padded rows. Parameters set by other means (`_parameters`,
-    `.data`, offloading hooks) also work; each call copies them if rows are misaligned or the dtype is a wider one with
-    the same numbers. `.to()` fixes them for good. torch.compile sees no addresses, so such parameters are refused
-    there.
+    `.data`, offloading hooks) also work; each call copies them if their rows are misaligned or if they hold the same
+    numbers in a wider dtype. `.to()` converts them once. torch.compile sees no addresses, so it refuses such
+    parameters.
 
     Attributes:
         weight: [out_features, in_features] float8_e4m3fn, rows at multiples of 16 bytes.
@@ -98,12 +98,12 @@ class Linear(torch.nn.Module):
         max_error: float = blocks.MAX_ERROR,
         **options: Any,
     ) -> "Linear":
-        """A layer from a quantised weight, which it shares if rows start at multiples of 16 bytes.
+        """Make a layer of a quantised weight, whose memory it shares if rows start at multiples of 16 bytes.
 
         Args:
             weight, weight_scale_inv, bias: as the attributes; the scale may be bfloat16, float16 or float8_e8m0fnu. Or
                 weight and scale in another `format`.
-            format: a name that `to_blocks` knows, such as "mxfp4": it re-bases the weight to the attributes' format.
+            format: a format of `to_blocks`, such as "mxfp4", which converts the weight to the attributes' format.
             global_scale, max_error: as for `to_blocks`, with a `format`.
             options: keywords for `fp8_linear`.
 
@@ -129,11 +129,12 @@ class Linear(torch.nn.Module):
     """Whether the original weight required a gradient."""
 
     def train(self, mode: bool = True) -> "Linear":
-        """As any module; says so where a weight that could be trained has become one that cannot."""
+        """Set the mode as for any module; warn if a weight that required a gradient has become FP8, which cannot
+        train."""
         if mode and not self.training and self._was_trainable:
             warnings.warn(
-                "layers of deep_tile.nn.Linear go into training mode, and their weights are frozen: gradients reach "
-                "inputs, biases and what else is in the model. To train the weights, replace no linears",
+                "deep_tile.nn.Linear layers are set to training mode, but their FP8 weights are frozen: only "
+                "inputs, biases and other layers get gradients. To train these weights, do not replace the layers",
                 stacklevel=2,
             )
         return super().train(mode)
@@ -272,14 +273,15 @@ def _refuse_foreign(x: object, weight: object) -> None:
     weight."""
     if isinstance(x, torch.Tensor) and x.dtype == FP8_DTYPE:
         raise TypeError(
-            f"x is {FP8_DTYPE}, as this layer's weight is: a model that casts to layer.weight.dtype needs a wide "
-            "weight there. Leave the layer out of replace_linears, by wanted=; or pass x in bfloat16, float16 or "
+            f"x is {FP8_DTYPE}, like this layer's weight: a model that casts to layer.weight.dtype needs a weight in "
+            "a wider dtype. Leave the layer out of replace_linears, by wanted=; or pass x in bfloat16, float16 or "
             "float32, or the pair of per_token_cast_to_fp8"
         )
     if isinstance(weight, torch.Tensor) and weight.dtype != FP8_DTYPE:
         raise TypeError(
-            f"this layer's weight has become {weight.dtype}, of other numbers than {FP8_DTYPE} holds, as where a model "
-            "ties it to an embedding: it must stay quantised. Leave the layer out of replace_linears, by wanted=, or "
+            f"this layer's weight has become {weight.dtype}, with numbers that {FP8_DTYPE} cannot hold, perhaps "
+            "because the model ties it to an embedding: it must stay quantised. Leave the layer out of "
+            "replace_linears, by wanted=, or "
             "make another layer of that weight, with deep_tile.nn.Linear.from_float"
         )
 
@@ -329,21 +331,21 @@ def replace_linears(
 ) -> int:
     """Replace a model's `torch.nn.Linear` layers by `Linear`, in place; returns how many.
 
-    Hooks around a layer's calls, and attributes that it was given, go to the layer in its place; layers that share a
-    weight share it in FP8. For a transformers model `config.quantization_config` is set, so `save_pretrained` writes an
-    FP8 checkpoint that `from_pretrained` and engines load.
+    Hooks around a layer's calls, and attributes set on it, move to the new layer; layers that share a weight share it
+    in FP8. For a transformers model `config.quantization_config` is set, so `save_pretrained` writes an FP8 checkpoint
+    that `from_pretrained` and engines load.
 
     Args:
         model: not itself a torch.nn.Linear. Subclasses of torch.nn.Linear and peft adapters are left unchanged.
-        wanted: given a layer's name in the model and the layer, whether to replace it; all when None. Heads and routers
-            are often left: lambda name, layer: "lm_head" not in name.
+        wanted: called with a layer's name in the model and the layer; says whether to replace it. None: all. Heads and
+            routers often stay: lambda name, layer: "lm_head" not in name.
         options: keywords for `fp8_linear`.
 
     Raises:
-        TypeError, ValueError: as `Linear.from_float`, and as `fp8_linear` for options; or a layer cannot be replaced:
-            it trains; it shares its weight with a module that stays wide, such as an embedding; the model reads the
-            weight itself; hooks wrap its forward; its weight is computed or split; or transformers could not load it.
-            The text names the layers and the remedy. Nothing has been replaced.
+        TypeError, ValueError: as `Linear.from_float`, and as `fp8_linear` for options; or a layer cannot be replaced,
+            because its weight requires a gradient, is shared with a module that stays in its dtype (such as an
+            embedding), is read by the model itself, or is computed or split; because hooks wrap its forward; or because
+            transformers could not load it. The message names the layers and the remedy. Nothing has been replaced.
     """
     tensors.require_module(model)
     if wanted is not None and not callable(wanted):

@@ -265,7 +265,7 @@ def refuse_config(config: object) -> None:
     if config is not None:
         raise ValueError(
             "config cannot be given under torch.compile or torch.export, another tracer or a dispatch mode: leave it "
-            "out, or call outside of them. What `deep-tile tune` found is chosen without it"
+            "out, or call outside of them. Results of `deep-tile tune` are used without it"
         )
 
 
@@ -318,6 +318,6 @@ def _passes_gradients() -> bool:
     if transform is not None and transform.key().name in ("Grad", "Jvp"):
         raise RuntimeError(
             f"a transform of torch.func ({transform.key().name.lower()}) differentiates this call, under a mode or a "
-            "tracer, and would find no gradient. Call outside of the transform"
+            "tracer, and this call has no gradient for it. Call outside of the transform"
         )
     return True

@@ -30,7 +30,7 @@ _INTEGERS = (*range(0, 16, 2), *range(15, 0, -2))
 """Nibbles of integers in two's complement (packed_b.cuh), by which they are told apart without a table."""
 
 _INTEGER_STEP = 2.0**-8
-"""What an integer is multiplied with to be e4m3's, and its scale divided by."""
+"""Factor of an integer that makes it an e4m3 number; its scale is divided by it."""
 
 _NVFP4_BLOCK = 8.0
 """NVFP4 group scales are divided by this, so that 6 * 448 fits e4m3, and the global scale is multiplied by it."""
@@ -77,15 +77,15 @@ def pack_weight(
 ) -> Packed:
     """Pack a 4-bit weight for `packed_gemm` and `packed_grouped_gemm`.
 
-    For when a model is loaded. All bits stay: `unpack_weight` is the inverse. GEMMs use the FP8 weight that it converts
-    to. MXFP4: the result of `to_blocks`, exact unless scales within a 128x128 block differ by more than 2**14. NVFP4:
-    elements times their group scales, rounded to e4m3. INT4: the integers, exactly.
+    Call it when a model is loaded. No bit is lost: `unpack_weight` is the inverse. GEMMs convert the packed weight to
+    this FP8 weight: for MXFP4 the result of `to_blocks`, exact unless scales within a 128x128 block differ by more than
+    2**14; for NVFP4 elements times their group scales, rounded to e4m3; for INT4 the integers, exactly.
 
     Args:
         weight: [..., n, k / 2] packed, or for MXFP4 [..., n, k / 32, 16], as for `to_blocks`; n a multiple of 16.
         scale: for MXFP4 [..., n, k / 32] float8_e8m0fnu, its bytes, or powers of two in a wider dtype; for NVFP4 [...,
             n, k / 16] float8_e4m3fn or its bytes, not negative; for INT4 [..., n, k / 128] float32, bfloat16 or
-            float16, or one per 32 or 64 elements, equal within each K block of 128.
+            float16, or one per 32 or 64 elements that is equal within each 128.
         format: "mxfp4", "nvfp4", "int4_32", "int4_64" or "int4_128". None: derived from dtypes and shapes, if
             unambiguous; INT4 must be named.
         global_scale: for NVFP4, as for `to_blocks`.
@@ -105,14 +105,14 @@ def pack_weight(
     kind = PACKED.get(source.name.partition("_")[0])
     if kind is None:
         raise ValueError(
-            f"{formats.seen(weight, scale)}, which is {source.name!r}; packed are {_names()}: re-base it with "
-            "deep_tile.to_blocks"
+            f"{formats.seen(weight, scale)}, which is {source.name!r}; formats that can be packed are {_names()}: "
+            "convert it with deep_tile.to_blocks"
         )
     n = source.weight.shape[-2]
     if n % UNIT_ROWS:
         raise ValueError(
-            f"weight has {n} rows; they are packed by {UNIT_ROWS}: add rows of zeros, or re-base it with "
-            "deep_tile.to_blocks"
+            f"weight has {n} rows; rows are packed in multiples of {UNIT_ROWS}: add rows of zeros, or convert it "
+            "with deep_tile.to_blocks"
         )
     if kind.name == "int4":
         return _packed_integers(source, kind)
@@ -137,7 +137,7 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
 
     Args:
         weight, scale: a `Packed`.
-        k: elements per row; None: all in its K blocks.
+        k: elements per row; None: all elements of its K blocks.
 
     Returns:
         `Unpacked`: weight, scale and, for NVFP4, the global scale.
@@ -182,7 +182,7 @@ def zeros(shape: tuple[int, ...], format: str, device: torch.device | str | None
         raise ValueError(f"sizes are {shape}; pass how many there are, as ints")
     *leading, n, k = shape
     if n % UNIT_ROWS:
-        raise ValueError(f"a weight has {n} rows; they are packed by {UNIT_ROWS}: add rows of zeros")
+        raise ValueError(f"a weight has {n} rows; rows are packed in multiples of {UNIT_ROWS}: add rows of zeros")
     kind, k_blocks = PACKED[format], _k_blocks(k)
     of_scale = shape_of_scale(kind, n, k)
     weight = torch.zeros(*leading, n, k_blocks * kind.packing.row_bytes, dtype=torch.uint8, device=device)
@@ -220,7 +220,7 @@ def shaped(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def shape_of_scale(kind: Kind, n: int, k: int) -> tuple[int, int]:
-    """Of a packed weight [n, k]."""
+    """The shape of the scale of a packed weight [n, k]."""
     return (n, _k_blocks(k)) if kind.scaling == "row_blocks" else scale_shape((n, k), WEIGHT_BLOCK)
 
 
@@ -263,7 +263,7 @@ def _packed_integers(source: formats.Source, kind: Kind) -> Packed:
         )
     of_blocks = groups[..., 0] / _INTEGER_STEP
     if not bool(of_blocks.isfinite().all()):
-        raise ValueError("scale has numbers beyond 2**120, which are no scales of a weight")
+        raise ValueError("scale has numbers above 2**120, the largest scale of a weight")
     with torch.no_grad():
         packed = _empty(source, kind)
         for index in source.matrices():
@@ -276,11 +276,11 @@ def _scale_bytes(source: formats.Source) -> torch.Tensor:
     if source.name == "nvfp4":
         found = source.scale.view(torch.uint8)
         if bool((found > 127).any()):
-            raise ValueError("scale holds negative numbers; of nvfp4 give their signs to the elements")
+            raise ValueError("scale holds negative numbers; for nvfp4 move their signs to the elements")
         return found
     exact = source.scale.to(formats.E8M0)
     if source.scale.dtype != formats.E8M0 and bool((exact.float() != source.scale.float()).any()):
-        raise ValueError("scale holds numbers that are no powers of two, which mxfp4 has alone")
+        raise ValueError("scale holds numbers that are not powers of two; mxfp4 has only these")
     return exact.view(torch.uint8)
 
 
@@ -353,7 +353,7 @@ def _checked_packed(weight: torch.Tensor, scale: torch.Tensor, k: object) -> tup
     fits = len(of_weight) > 1 and found and of_weight[-2] % UNIT_ROWS == 0
     fits = fits and of_scale == (*of_weight[:-2], *shape_of_scale(found[0], of_weight[-2], of_scale[-1] * SCALE_BLOCK))
     if not fits or (weight.dtype, scale.dtype) != (torch.uint8, torch.float32):
-        raise ValueError(f"{formats.seen(weight, scale)}; pass what deep_tile.pack_weight made")
+        raise ValueError(f"{formats.seen(weight, scale)}; pass the result of deep_tile.pack_weight")
     if weight.device != scale.device or weight.is_meta:
         raise ValueError(
             f"weight is on {weight.device} and scale on {scale.device}; pass both on one device with memory"

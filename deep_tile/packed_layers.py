@@ -15,7 +15,7 @@ _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Layer(torch.nn.Module):
-    """Of packed weights, each a parameter [..., n, bytes] and its `_scale` by that name."""
+    """Base of modules with packed weights: parameters [..., n, bytes], each with its scale named `NAME_scale`."""
 
     def _give(self, name: str, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
         of_bias = "bias" if name == "weight" else f"{name}_bias"
@@ -36,13 +36,12 @@ class _Layer(torch.nn.Module):
 
 
 class PackedLinear(_Layer):
-    """`torch.nn.Linear` with a weight of 4 bits: its input is cast to FP8 and multiplied by `packed_gemm`.
+    """`torch.nn.Linear` with a 4-bit weight: casts its input to FP8 and calls `packed_gemm`.
 
-    Gradients are refused. `state_dict()` has the weight as kernels read it, and is loaded into a layer of the same
-    sizes and format.
+    Refuses gradients. `state_dict()` has the packed weight, and loads into a layer of the same sizes and format.
 
     Attributes:
-        weight, weight_scale: a `Packed`, of [out_features, in_features].
+        weight, weight_scale: a `Packed`, made from [out_features, in_features].
         bias: [out_features], or None.
         options: keywords for `packed_gemm`.
     """
@@ -78,7 +77,7 @@ class PackedLinear(_Layer):
         max_error: float = blocks.MAX_ERROR,
         **options: Any,
     ) -> "PackedLinear":
-        """The layer of a weight [n, k] as checkpoints have it.
+        """Make a layer of a weight [n, k] in a checkpoint's format.
 
         Args:
             weight, scale, format, global_scale, max_error: as for `pack_weight`.
@@ -91,7 +90,7 @@ class PackedLinear(_Layer):
         made = packed.pack_weight(weight, scale, format=format, global_scale=global_scale, max_error=max_error)
         if made.weight.dim() != 2:
             raise ValueError(
-                f"weight is {list(weight.shape)}, of {made.weight.shape[0]} matrices; pass one, [n, k / 2]"
+                f"weight is {list(weight.shape)}, of {made.weight.shape[0]} matrices; pass one matrix, [n, k / 2]"
             )
         layer = cls(0, 0, bias=False, device="meta", **options)
         layer.in_features, layer.out_features = _k_of(weight, scale), made.weight.shape[0]
@@ -99,7 +98,7 @@ class PackedLinear(_Layer):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of x [..., in_features] in bfloat16, float16 or float32, [..., out_features] in its dtype."""
+        """[..., in_features] in bfloat16, float16 or float32 -> [..., out_features] in the same dtype."""
         _check_input(x, self.in_features)
         a, a_scale = quantize.per_token_cast_to_fp8(quantize.as_matrix(x))
         options = {"bias": self.bias, "out_dtype": x.dtype} | self.options
@@ -113,15 +112,15 @@ class PackedLinear(_Layer):
 
 
 class PackedExperts(_Layer):
-    """Experts whose weights have 4 bits: rows sorted by expert, two grouped products with the gated activation between
-    them, and the weighted sum of each token's results.
+    """Experts with 4-bit weights: sorts rows by expert, runs two grouped GEMMs with the gated activation between them,
+    and adds up each token's results with their weights.
 
-    h = gate * sigmoid(alpha * gate) * (up + beta), as `silu_mul_cast_to_fp8` has it. Nothing waits for the GPU, so that
-    a CUDA graph holds for every choice. Gradients are refused.
+    h = gate * sigmoid(alpha * gate) * (up + beta), as in `silu_mul_cast_to_fp8`. Nothing waits for the GPU, so one CUDA
+    graph serves every choice of experts. Refuses gradients.
 
     Attributes:
-        gate_up, gate_up_scale: a `Packed`, of [g, 2 * width, hidden]: rows of gates, then as many of up.
-        down, down_scale: a `Packed`, of [g, hidden, width].
+        gate_up, gate_up_scale: a `Packed`, made from [g, 2 * width, hidden]: gate rows, then as many up rows.
+        down, down_scale: a `Packed`, made from [g, hidden, width].
         gate_up_bias, down_bias: [g, 2 * width] and [g, hidden], or None.
         limit, alpha, beta: as for `silu_mul_cast_to_fp8`.
     """
@@ -166,19 +165,19 @@ class PackedExperts(_Layer):
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> "PackedExperts":
-        """The layer of weights as checkpoints have them.
+        """Make a layer of weights in a checkpoint's format.
 
         Args:
             gate_up, gate_up_scale: of [g, 2 * width, hidden], as for `pack_weight`.
             down, down_scale: of [g, hidden, width].
             gate_up_bias, down_bias: [g, 2 * width] and [g, hidden], or None.
             format, max_error: as for `pack_weight`.
-            global_scales: of NVFP4, both weights' `global_scale`.
+            global_scales: for NVFP4, the `global_scale` of each weight.
             interleaved: rows of gates and of up alternate, as in gpt-oss.
             limit, alpha, beta: as for `silu_mul_cast_to_fp8`; 7, 1.702 and 1 in gpt-oss.
 
         Raises:
-            TypeError, ValueError: as `pack_weight`; or the weights are not those of experts.
+            TypeError, ValueError: as `pack_weight`; or the shapes of the weights do not fit together.
         """
         layer = cls(0, 0, 0, device="meta", limit=limit, alpha=alpha, beta=beta)
         if interleaved:
@@ -192,15 +191,15 @@ class PackedExperts(_Layer):
         return layer
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """What the experts make of each token.
+        """Run each token through its experts and add up their results.
 
         Args:
             x: [t, hidden] bfloat16 or float16.
             chosen: [t, top_k], as for `sort_by_expert`.
-            shares: [t, top_k], with which each expert's result is multiplied.
+            shares: [t, top_k], the factor of each expert's result.
 
         Returns:
-            [t, hidden] in `x`'s dtype, summed up in FP32.
+            [t, hidden] in `x`'s dtype, summed in FP32.
         """
         _check_input(x, self.down.shape[1])
         _check_routing(x, chosen, shares)
@@ -220,7 +219,7 @@ class PackedExperts(_Layer):
 
 
 def products(model: torch.nn.Module, out_dtype: torch.dtype) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """Of each product that a model's layers make: (n, k), and keywords of `precompile`.
+    """List each GEMM of a model's layers: (n, k), and keywords of `precompile`.
 
     Args:
         out_dtype: of linear layers' results, unless a layer has another.
@@ -247,7 +246,7 @@ def _k_of(weight: torch.Tensor, scale: torch.Tensor) -> int:
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
-    """Of rows [g, 2 * n, ...] that alternate, those of the one, then those of the other."""
+    """Reorder alternating rows [g, 2 * n, ...]: all even rows, then all odd ones."""
     return torch.cat([x[:, ::2], x[:, 1::2]], 1)
 
 

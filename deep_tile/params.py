@@ -279,7 +279,7 @@ GEMM = Params(
     Field("correction", "float"),
     Field("units", "const void*", "of a packed b, which has no maps: [k / 128, n / 16] for each group"),
 )
-"""Of a product."""
+"""The parameters of a GEMM."""
 
 CAST = Params(
     "CastParams",
@@ -297,7 +297,7 @@ CAST = Params(
     Field("amax_floor", "float", "lower bound of a block's largest magnitude"),
     Field("correction", "float", "1: quotients are divided; 0: multiplied with the rounded reciprocal"),
 )
-"""Of a cast to FP8."""
+"""The parameters of a cast to FP8."""
 
 CAST_OF_ROWS = Params(
     CAST.name,
@@ -312,7 +312,8 @@ CAST_OF_ROWS = Params(
     Field("sigmoid_factor", "float", "-alpha * log2(e)"),
     Field("beta", "float", "what is added to up"),
 )
-"""Of a cast of some rows, or of a product of their halves. More fields make other code of all other casts."""
+"""The parameters of a cast of listed rows, or of SwiGLU and its cast. More fields in `CAST` would change the code of
+all other casts."""
 
 TRANSPOSED_CAST = Params(
     CAST.name,
@@ -325,7 +326,7 @@ TRANSPOSED_CAST = Params(
     Field("alignment", "int", "of the tokens that groups begin at", 128, 1024),
     Field("out_vectors", "int", "out may be written 16 bytes at a time: its rows begin at multiples of that", 0, 1),
 )
-"""Of a cast along tokens."""
+"""The parameters of a cast along tokens."""
 
 CAST_BOTH = Params(
     CAST.name,
@@ -341,7 +342,7 @@ CAST_BOTH = Params(
     Field("scale_step", "long long"),
     Field("row_out_step", "long long"),
 )
-"""Of a cast both ways, or of codes that are transposed."""
+"""The parameters of a cast in both directions, or of a transpose."""
 
 GATED = Params(
     CAST.name,
@@ -353,7 +354,7 @@ GATED = Params(
     Field("x_scale_stride_row", "long long"),
     Field("x_scale_stride_column", "long long"),
 )
-"""Of the gradient of SwiGLU, cast both ways."""
+"""The parameters of the gradient of SwiGLU, cast in both directions."""
 
 COMBINE = Params(
     "CombineParams",
@@ -375,7 +376,7 @@ COMBINE = Params(
     Field("wide_index", "int", "it is of int64, not int32", 0, 1),
     Field("narrow_weights", "int", "they are BF16, not FP32", 0, 1),
 )
-"""Of the sum of what experts made of each token."""
+"""The parameters of `combine`."""
 
 UNPACK = Params(
     "UnpackParams",
@@ -387,7 +388,7 @@ UNPACK = Params(
     Field("row_units", "unsigned", "", 1),
     Field("k_blocks", "unsigned", "", 1),
 )
-"""Of a packed weight that becomes FP8."""
+"""The parameters of unpacking a packed weight to FP8."""
 
 SORT = Params(
     "SortParams",
@@ -405,7 +406,7 @@ SORT = Params(
     Field("slice", "unsigned", "choices that a block counts", 1),
     Field("warp_choices_log2", "unsigned", "of the choices that a warp places", 5, 11),
 )
-"""Of the lists of an expert layer's rows."""
+"""The parameters of `sort_by_expert`."""
 
 THIN = Params(
     "ThinParams",
@@ -430,7 +431,7 @@ THIN = Params(
     Field("out_stride", "long long", "strides are in elements"),
     Field("part_stride", "long long", "from a part's results to the next one's"),
 )
-"""Of a product by parts of K."""
+"""The parameters of a thin GEMM."""
 
 SPLIT = Params(
     "SplitParams",
@@ -443,7 +444,7 @@ SPLIT = Params(
     Field("row_stride", "long long"),
     Field("matrix_stride", "long long"),
 )
-"""Of the split of FP32 into BF16 terms."""
+"""The parameters of splitting FP32 into BF16 terms."""
 
 PARTS = Params(
     "PartsParams",
@@ -459,7 +460,7 @@ PARTS = Params(
     Field("accumulate", "int", "FP32 results are added to out", 0, 1),
     Field("out_stride", "long long", "in elements"),
 )
-"""Of the sum of such parts."""
+"""The parameters of adding up the parts of a thin GEMM."""
 LOGITS = Params(
     "LogitsParams",
     Field("rows", "int", "queries: rows of q, [rows, heads, head_dim]; strides are in elements", 1),
@@ -491,7 +492,7 @@ LOGITS = Params(
     Field("keys_map", TENSOR_MAP, "[pages, keys of a page, head_dim] in bytes, box [1, 64, head_dim]"),
     Field("scales_map", TENSOR_MAP, "[pages, keys of a page], box [1, 64]"),
 )
-"""Of the indexer's logits. Keys that are not in pages are one page."""
+"""The parameters of an indexer's logits. Keys in a tensor count as one page."""
 
 MOST_CAST_GROUPS = 1024
 """Whose counts of living rows a cast holds in shared memory."""

@@ -48,7 +48,7 @@ INVARIANT_PARTS = 4
 
 _MOST_LANES = 8
 _FORMATS = {"bf16": 1, "fp16": 2, "fp32": 3}
-"""As the kernel's Format counts them."""
+"""Numbers of the output formats in the kernel's enum `Format`."""
 
 
 class Product(NamedTuple):
@@ -112,7 +112,7 @@ class Layout(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What multiplies."""
+    """The kernel that multiplies, and the number of parts of K."""
 
     kernel: ThinKernel
     parts: int
@@ -140,7 +140,7 @@ def _suits(kernel: ThinKernel, product: Product, invariant: bool) -> bool:
 
 
 def units(kernel: ThinKernel, product: Product, parts: int) -> int:
-    """What thread blocks take by turns: a part of a tile."""
+    """The number of pieces of work, each a part of a tile, that thread blocks take in turn."""
     return ceil_div(product.m, kernel.block_m) * ceil_div(product.n, kernel.block_n) * parts
 
 

@@ -70,13 +70,13 @@ class Options(NamedTuple):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What every kernel that casts is told of them."""
+        """The values that every cast kernel gets."""
         divides = int(self.exact == "divide")
         return {"pow2_scale": self.round_scale == "pow2", "amax_floor": self.floor, "correction": divides}
 
 
 def values_of(options: NamedTuple, block_rows: int = 1) -> Options:
-    """Of a call whose options have these among them."""
+    """The cast options among the options of a call."""
     return Options(block_rows, options.amax_floor, options.round_scale, options.exact)
 
 
@@ -103,7 +103,7 @@ def per_token_cast_to_fp8(
     Runs on `x`'s device and torch's current stream: one kernel on a Hopper GPU, elsewhere torch, bit for bit the same
     except for NaN's sign.
 
-    The cast has no gradient. `deep_tile.fp8_linear`, which casts and multiplies, has one.
+    Not differentiable; `deep_tile.fp8_linear`, which casts and multiplies, is.
 
     Args:
         x: [..., k], float64, float32, float16 or bfloat16, any strides and any k (the last group may be short). Leading
@@ -115,15 +115,16 @@ def per_token_cast_to_fp8(
             2-D, the scale is a view of it: for [i, j, k] its strides are (j * k_groups, k_groups, 1), (j, 1, m) or (j,
             1, m rounded up to 4), with m = i * j, and `scale.flatten(0, -2)` copies nothing.
         amax_floor: lower bound for a group's largest magnitude, so that an all-zero group has a usable scale. The
-            default and minimum is 448 * 2**-126, for which every normal FP32 number keeps e4m3's precision; smaller
-            values, such as 0, count as that. DeepGEMM has 1e-4, vLLM and SGLang 1e-10: pass these to match their bits,
-            but not for gradients: whole groups may be smaller and would become zeros.
+            default and minimum is 448 * 2**-126, with which every normal FP32 number keeps e4m3's precision; smaller
+            values, such as 0, count as that. DeepGEMM uses 1e-4, vLLM and SGLang 1e-10: pass these to match their bits,
+            but not for gradients, whose groups may be smaller and would become zeros.
         round_scale: "none", or "pow2" for the smallest power of two >= max(largest magnitude, amax_floor) / 448,
             decided exactly; at most 2**120. vLLM does so on Hopper by default (FLOAT32_CEIL_UE8M0); its kernel then
             bounds the scale instead of the magnitude by 1e-10, i.e. amax_floor=4.48e-8.
-        exact: how is divided by 448 and by the scale. "divide": rounded once, as vLLM's kernel does. "reciprocal":
-            multiplied by the FP32-rounded reciprocal; for finite float32, float16 or bfloat16 bit for bit as DeepGEMM's
-            per_token_cast_to_fp8 and per_block_cast_to_fp8, which transformers uses, in torch on a GPU. With "pow2"
+        exact: how the cast divides by 448 and by the scale. "divide": rounded once, as vLLM's kernel does.
+            "reciprocal": multiplied by the FP32-rounded reciprocal; for finite float32, float16 or bfloat16 bit for bit
+            as DeepGEMM's per_token_cast_to_fp8 and per_block_cast_to_fp8, which transformers uses, in torch on a GPU.
+            With "pow2"
             both always agree: a power of two has an exact reciprocal.
         rows: [r] int32 or int64, dense: rows of a 2-D `x` to cast, in this order; the result equals that for x[rows],
             [r, k]. A negative or too large number reads nothing and counts as a row of zeros.
@@ -178,7 +179,7 @@ def per_block_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights: one scale per 128 rows and 128 columns.
 
-    A `w` that requires a gradient is taken, since weights are parameters; the result has none.
+    `w` may require a gradient, since weights are parameters, but none flows through the cast.
 
     Args:
         w: [n, k], any n and k (edge blocks may be short), otherwise as `x` of `per_token_cast_to_fp8`.
@@ -255,7 +256,7 @@ class Fake:
 
 
 class Casting(Operation):
-    """What allocates results of several layouts, and has one kernel; `dtypes` are those of its first tensor."""
+    """An operation with one kernel and results in several layouts; `dtypes` are those of its first tensor."""
 
     dtypes = SOURCE_DTYPES
 

@@ -36,18 +36,21 @@ def einsum(
 ) -> torch.Tensor:
     """One of four BF16 contractions, in `torch.einsum`'s notation.
 
-    - "bmk,bnk->mn": `sum_b a[b] @ b[b].T`, added up over the batch in FP32, in a fixed order: `thin_gemm`, in place.
-    - "bhr,hdr->bhd": `a[:, h] @ b[h].T` by head, and "bhd,hdr->bhr": `a[:, h] @ b[h]`, as latent attention absorbs its
-      projections: `grouped_gemm` with a group for each head. Heads interleaved row by row are copied to contiguous ones
-          for few rows, and results back; from 256 rows on each head is its own launch, without copies.
-    - "bhd,bhr->hdr": `a[:, h].T @ b[:, h]` by head, their gradient: a launch for each head.
+    - "bmk,bnk->mn": `sum_b a[b] @ b[b].T`, summed over the batch in FP32, in a fixed order, by `thin_gemm` without a
+      copy.
+    - "bhr,hdr->bhd": `a[:, h] @ b[h].T` for each head, and "bhd,hdr->bhr": `a[:, h] @ b[h]`, the absorbed projections
+      of latent attention, by `grouped_gemm` with one group per head. If the heads of `a` are interleaved row by row, up
+      to 256 rows are copied to contiguous heads and the result is copied back; more rows are multiplied in one launch
+      per head, without copies.
+    - "bhd,bhr->hdr": `a[:, h].T @ b[:, h]` for each head, the weight gradient of these two: one launch per head.
 
-    Runs on the tensors' device and torch's current stream. Not differentiable. `torch.compile` sees the products.
+    Runs on the tensors' device and torch's current stream. Not differentiable. `torch.compile` sees the GEMMs as
+    separate ops.
 
     Args:
         expr: one of these four strings.
         a, b: bfloat16, unit stride along the last dimension, other strides multiples of 16 bytes, 16-byte aligned.
-        out: as `expr` says, float32 or bfloat16, likewise; allocated when None.
+        out: the shape that `expr` says, float32 or bfloat16, strides as for `a` and `b`; allocated when None.
         out_dtype: dtype of `out`: by default `out`'s, or float32 for a sum over b, else bfloat16.
         accumulate: add to a float32 `out`; only for a sum over b.
         num_sms: as for `grouped_gemm`.
@@ -57,8 +60,8 @@ def einsum(
         `out`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as the products; or another `expr`. Nothing has been launched and `out` is
-            untouched.
+        TypeError, ValueError, RuntimeError: as `thin_gemm` and `grouped_gemm`; ValueError also for another `expr`.
+            Nothing has been launched and `out` is unchanged.
     """
     if expr not in EXPRESSIONS:
         raise ValueError(f"expr is {expr!r}; it must be one of {', '.join(EXPRESSIONS)}, spelled so")

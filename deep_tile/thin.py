@@ -45,16 +45,18 @@ def thin_gemm(
     num_sms: int | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """GEMM with few rows or columns or a long K: `out[m, n] = sum_k a[m, k] * b[n, k]`, BF16 by FP32 or BF16.
+    """GEMM with few rows, few columns or a long K: `out[m, n] = sum_k a[m, k] * b[n, k]`, with BF16 `a` and FP32 or
+    BF16 `b`.
 
     With 3-D operands it also sums over the first dimension: `out[m, n] = sum over s and k of a[s, m, k] * b[s, n, k]`.
-    With a 2-D `a` and 3-D `b`, `a` is multiplied by the sum of b's matrices, the terms into which `split_weight` splits
-    an FP32 weight once. A 2-D FP32 `b` is split in every call: by the GEMM kernel for few rows, else by its own.
+    With a 2-D `a` and a 3-D `b`, `a` is multiplied by the sum of b's matrices, which are the terms that `split_weight`
+    makes of an FP32 weight. A 2-D FP32 `b` is split in every call: with few rows by the GEMM kernel, otherwise by a
+    separate kernel.
 
-    An FP32 `b` is multiplied as a sum of BF16 terms, whose products with BF16 are exact. Three terms are exact except
-    for bits below 2^-133, so only FP32 sums round; two terms are within 2^-17. Sums over 64 k are added in FP32, then K
-    parts, in a fixed order. Runs on the tensors' device and torch's current stream; CPU tensors are multiplied in
-    float64. Not differentiable. Compiled as one op by torch.compile and torch.export.
+    An FP32 `b` is multiplied as a sum of BF16 terms, whose products with BF16 are exact. Three terms lose only bits
+    below 2^-133, so that only the FP32 sums round; two terms have a relative error up to 2^-17. Sums over 64 k are
+    added in FP32, then the parts of K, in a fixed order. Runs on the tensors' device and torch's current stream; CPU
+    tensors are multiplied in float64. Not differentiable. Compiled as one op by torch.compile and torch.export.
 
     Args:
         a: [m, k] or [s, m, k] bfloat16, unit stride along k, other strides multiples of 16 bytes, 16-byte aligned.
@@ -62,9 +64,9 @@ def thin_gemm(
             for a 2-D `a`. Infinite or NaN inputs make their sums infinite or NaN.
         out: [m, n] float32, bfloat16 or float16, unit stride along n; allocated when None. Must not overlap the inputs.
         out_dtype: dtype of `out`: by default `out`'s, or float32.
-        terms: for an FP32 `b`: 3, or 2, which takes two thirds of the operations and only numbers below 2^127.
+        terms: of an FP32 `b`: 3, or 2, which needs two thirds of the operations and numbers below 2^127.
         accumulate: add the result to `out`, which must be given and float32.
-        batch_invariant: a row of `out` is the same, bit for bit, whatever m and num_sms are; slower.
+        batch_invariant: the bits of a row of `out` do not depend on m and num_sms. Slower.
         num_sms: streaming multiprocessors to use, at most and by default all.
         pdl: programmatic dependent launch, as for `fp8_gemm`; None: unless `num_sms` is given.
 
@@ -89,15 +91,16 @@ def prenorm_gemm(
     num_sms: int | None = None,
     pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A thin GEMM and the rows' sums of squares in one read of `a`, as hyper-connections need before a norm.
+    """Compute a thin GEMM and the sums of squares of `a`'s rows in one read of `a`, as hyper-connections need before a
+    norm.
 
     `out[m, n] = sum_k a[m, k] * b[n, k]` as by `thin_gemm` with FP32 `b`, and `sqr_sum[m] = sum_k a[m, k]^2`. With
-    `num_splits` both stay in K parts for the caller to add: blocks of 64 k are assigned in order, the first parts
-    taking one more if uneven. A row's bits then do not depend on m.
+    `num_splits` both are returned as parts of K for the caller to add: blocks of 64 k are assigned in order, one more
+    to each of the first parts if they do not divide evenly. A row's bits then do not depend on m.
 
     Args:
         a: [m, k] bfloat16, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
-        b: [n, k] float32, laid out like `a`; fast up to n = 24: more columns read `a` again.
+        b: [n, k] float32, laid out like `a`. Fast up to n = 24; more columns read `a` again.
         out: [m, n] float32, or [num_splits, m, n], unit stride along n; allocated when None.
         sqr_sum: [m] float32, or [num_splits, m], contiguous; allocated when None.
         num_splits: K parts to return; None: they are added.
@@ -117,7 +120,7 @@ def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:
     """Split an FP32 weight into the BF16 terms that `thin_gemm` multiplies: the work that does not depend on `a`.
 
     Three terms are truncated and sum to `b` except for bits below 2^-133; two are rounded, with a relative error up to
-    2^-17. Split anew after the weight has changed. By torch, on any device; not differentiable.
+    2^-17. Split again after the weight has changed. Runs in torch on any device. Not differentiable.
 
     Args:
         b: [n, k] float32, finite, below 2^127 with two terms.

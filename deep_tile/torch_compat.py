@@ -34,9 +34,9 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_mm` for every recipe that torch has on Hopper: `(mat_a scaled) @ (mat_b scaled)`.
 
-    Scales are per tensor, per row, 1x128 blocks, or 1x128 for one operand and 128x128 for the other.
-    A scale is taken as torch takes it, and with any strides and no padding, too. If `mat_a` has 128x128 blocks, the
-    transposed GEMM is computed and a torch kernel transposes the result. Any m and n, and k in multiples of 16.
+    Scales are per tensor, per row, 1x128 blocks, or 1x128 for one operand and 128x128 for the other. Scales may have
+    torch's layout, or any other strides, with or without its padding. If `mat_a` has 128x128 blocks, the transposed
+    GEMM is computed and a torch kernel transposes the result. Any m and n, and k in multiples of 16.
 
     Args:
         mat_a: [m, k] float8_e4m3fn or float8_e5m2, unit stride along k.
@@ -182,7 +182,7 @@ def grouped_mm(
 
 def _check_no_bias(bias: object) -> None:
     if bias is not None:
-        raise ValueError("bias is given; grouped products add none. Add it to the result, and pass None")
+        raise ValueError("bias is given; grouped GEMMs have no bias. Add it to the result, and pass None")
 
 
 def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object, known: tuple[torch.dtype, ...]) -> None:

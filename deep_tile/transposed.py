@@ -40,9 +40,9 @@ def transposed_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise along tokens and transpose: one scale per column of `x` and 128 tokens.
 
-    Makes operands for `fp8_wgrad` and `fp8_grouped_wgrad`. Bit for bit `per_token_cast_to_fp8(x.t())`, but without a
-    copy: `x` is read once. Runs on `x`'s device and torch's current stream: one kernel on a Hopper GPU, elsewhere
-    torch, with the same result except for NaN's sign. It has no gradient.
+    Makes the operands of `fp8_wgrad` and `fp8_grouped_wgrad`. Has the bits of `per_token_cast_to_fp8(x.t())`, but reads
+    `x` once and makes no copy. Runs on `x`'s device and torch's current stream: one kernel on a Hopper GPU, elsewhere
+    torch, with the same result except for NaN's sign. Not differentiable.
 
     Args:
         x: [s, k], float64, float32, float16 or bfloat16, s tokens. float64 is converted to FP32 first. Fastest on the
@@ -153,7 +153,7 @@ def _living(offs: torch.Tensor, tokens: int, alignment: int) -> torch.Tensor:
 def numbers_of(
     x: torch.Tensor, options: NamedTuple, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
 ) -> dict[str, float]:
-    """Those of `params.TRANSPOSED_CAST` for these tensors."""
+    """Arguments of `params.TRANSPOSED_CAST` for these tensors."""
     columns, tokens = out.shape
     return {
         **quantize.matrix_numbers(tokens, columns, x, out, scale),

@@ -28,7 +28,7 @@ class Unpacking(Operation):
         self._decided: dict[tuple, bool] = {}
 
     def in_fp8(self, kind: Kind) -> Operation:
-        """What multiplies with the weight unpacked."""
+        """The operation that multiplies by the unpacked weight."""
         raise NotImplementedError
 
     def casts(self, kind: Kind) -> list[StreamingKernel]:

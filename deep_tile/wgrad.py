@@ -55,8 +55,8 @@ def fp8_grouped_wgrad(
     alone, or writes zeros without `accumulate`.
 
     Offsets are read on the device. Invalid ones (negative, falling, beyond s) are clamped and never cause out-of-bounds
-    access. Every warp reads them by itself: nothing may write them while the product runs. Not differentiable. Each
-    `out` element is added to once, in any group order: results repeat.
+    access. Every warp reads them by itself: they must not be written while the kernel runs. Not differentiable. Each
+    element of `out` is added to once, so results repeat bit for bit.
 
     Args:
         dy: [n, s] float8_e4m3fn, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte aligned.

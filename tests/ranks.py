@@ -548,7 +548,7 @@ def training_of_parts_of_a_batch(mesh):
     for each, gradient in zip(given, wanted, strict=True):
         assert_near(each.grad.full_tensor(), gradient, 2**-9)
     columns = split(weight, mesh, Shard(1))
-    assert_refused(TypeError, "x is no DTensor", sharded_linear, x, *given[1:], layer.recipe)
+    assert_refused(TypeError, "x is not a DTensor", sharded_linear, x, *given[1:], layer.recipe)
     assert_refused(ValueError, "ColwiseParallel splits a weight", sharded_linear, given[0], columns, None, layer.recipe)
 
 

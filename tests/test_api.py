@@ -239,7 +239,7 @@ def test_plan_sees_weights_written_in_place():
         ((5, 32, 112), {"dtype": "int4", "grouping": "counts", "groups": 3, "out_dtype": torch.float32}, None),
         ((5, 32, 112), {"dtype": "int4", "call": "packed_gemm"}, None),
         ((5, 32, 112), {"dtype": "int4", "call": "fp8_gemm"}, "operands are int4; fp8_gemm takes torch.float8"),
-        ((5, 30, 112), {"dtype": "mxfp4"}, "a weight has 30 rows; they are packed by 16"),
+        ((5, 30, 112), {"dtype": "mxfp4"}, "a weight has 30 rows; rows are packed in multiples of 16"),
         ((5, 32, 100), {"dtype": "int4"}, "a's row stride must be a multiple of 16 bytes"),
         ((5, 32, 112), {"dtype": "int4", "b_stride": 112}, "b_stride is 112; a packed weight is contiguous"),
         ((5, 32, 112), {"dtype": "nvfp4", "grouping": "k_offs"}, "operands are nvfp4; grouping 'k_offs' takes"),
@@ -362,7 +362,7 @@ def test_is_available_sees_a_dead_context(pretended_gpu):
     pretended_gpu(current_stream=SimpleNamespace(query=failing_query))
     assert is_available() == (
         False,
-        "RuntimeError: an earlier kernel of this process failed, and CUDA is of no more use to it: start another "
+        "RuntimeError: an earlier kernel of this process failed, so CUDA no longer works in it: start another "
         "process (CUDA error: device-side assert triggered)",
     )
     pretended_gpu(current_stream=SimpleNamespace(query=failing_query), is_current_stream_capturing=True)

@@ -326,6 +326,6 @@ def test_nothing_is_written_of_what_is_refused(monkeypatch):
 
 def test_memory_that_is_shared_in_another_way_is_refused():
     memory = torch.zeros(257, 512).to(FP8_DTYPE)
-    with pytest.raises(ValueError, match="out shares memory with weight, and is not it"):
+    with pytest.raises(ValueError, match="out overlaps weight without being it"):
         to_blocks(memory[:256], torch.ones(8, 16), out=memory[1:])
     to_blocks(memory[:128], torch.ones(4, 16), out=memory[128:256])

@@ -319,7 +319,7 @@ def test_compile_fails_where_a_kernel_may_hang(call, cache, monkeypatch):
     code, out, err = call("compile", "--shape", FEW_KERNELS, "--jobs", "1")
     bad = [name for name in kernels_in(out) if name.endswith("_any")]
     assert code == 1 and 0 < len(bad) < len(kernels_in(out))
-    why = f"NVRTC {jit.nvrtc_version()} lets its warps fall apart (WARPSYNC at 0x10 and 1 more)"
+    why = f"NVRTC {jit.nvrtc_version()} compiles it with divergent warps (WARPSYNC at 0x10 and 1 more)"
     assert all(f"{name} may hang: {why}" in err for name in bad)
     assert err.count("may hang") == len(bad)
     assert f"Remedy: {jit.divergence_remedy()}" in err

@@ -660,7 +660,7 @@ def test_gradients_of_gradients():
     for found, exact in zip(second(gemm, *given), wanted, strict=True):
         assert (found.double() - exact).norm() <= 5e-3 * exact.norm()
     out = torch.ops.deep_tile.gemm(*given)
-    with pytest.raises(RuntimeError, match="torch.ops.deep_tile.gemm has none of. Call deep_tile.gemm"):
+    with pytest.raises(RuntimeError, match="torch.ops.deep_tile.gemm has no second gradient. Call deep_tile.gemm"):
         torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True)
 
 

@@ -405,5 +405,5 @@ def test_the_selector_and_precompile_know_kinds():
 def test_configs_that_groups_of_rows_do_not_have():
     with pytest.raises(ValueError, match="accumulate True; products of groups of rows are written"):
         GemmConfig(128, 128, 4, kind="bf16", grouping="offs", accumulate=True)
-    with pytest.raises(ValueError, match="groups are of rows of a that lie along k"):
+    with pytest.raises(ValueError, match="row groups need a K-major a"):
         GemmConfig(128, 128, 4, kind="bf16", grouping="offs", layout="tn")

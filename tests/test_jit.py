@@ -166,7 +166,9 @@ def test_a_kernel_that_may_hang_is_refused(directory, monkeypatch, tmp_path, dum
     with compiles(1), pytest.raises(jit.CompileError) as error:
         load(DIVERGENT)
     text = str(error.value)
-    assert text.startswith(f"answer may hang: NVRTC {jit.nvrtc_version()} lets its warps fall apart (wait through R")
+    assert text.startswith(
+        f"answer may hang: NVRTC {jit.nvrtc_version()} compiles it with divergent warps (wait through R"
+    )
     assert text.endswith(f"Remedy: {jit.divergence_remedy()}")
     assert not dumps or (tmp_path / "dump" / "answer.ptx").is_file()
     with compiles(1), pytest.raises(jit.CompileError):

@@ -169,7 +169,7 @@ def test_bad_calls(device, position, change, error, match, options):
             r"cache has shape \[3, 32, 1, 36\]; it must be \[pages, 64, 1, head_dim",
         ),
         ("cache", lambda x: x.view(torch.int8), TypeError, "cache is a tensor of torch.int8"),
-        ("cache", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "wanted are dense pages"),
+        ("cache", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "pages must be dense"),
         (
             "cache",
             lambda x: torch.nn.functional.pad(x.view(3, -1), (0, 8))[:, :-8].view_as(x),
@@ -246,7 +246,7 @@ def test_the_names_of_deep_gemm():
     by_page = deep_gemm.fp8_paged_mqa_logits(*given, clean_logits=True)
     assert torch.equal(by_page[4, :70], mqa_logits(q, kv, kv_scale, weights, starts * 0, ends * 0 + 70)[4])
     assert torch.equal(deep_gemm.fp8_fp4_paged_mqa_logits((q[None], None), *given[1:], clean_logits=True), by_page)
-    with pytest.raises(ValueError, match="block_kv is 32; pages of 64"):
+    with pytest.raises(ValueError, match="block_kv is 32; pages must hold 64"):
         deep_gemm.get_paged_mqa_logits_metadata(length, 32, 132)
     with pytest.raises(ValueError, match="q has scales, for Blackwell"):
         deep_gemm.fp8_fp4_mqa_logits((q, kv_scale), (kv, kv_scale), weights, starts, ends)

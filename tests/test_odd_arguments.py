@@ -359,7 +359,7 @@ def test_thin_products_count_bytes_of_k():
 def test_kernels_count_in_32_bits(choose):
     """Narrow rows, of which memory holds more."""
     for rows, columns in ((2**32, 1), (1, 2**32)):
-        with pytest.raises(ValueError, match=rf"\[{rows}, {columns}\] is too large .* at a time"):
+        with pytest.raises(ValueError, match=rf"\[{rows}, {columns}\] is too large .* several calls"):
             choose(rows, columns)
     choose(2**27, 128)
 

@@ -131,7 +131,7 @@ def test_int4_whose_scales_differ_within_128_is_refused():
     scale[:, 8] = 2  # alone in its K block
     scale[3, 6] = 1
     assert pack_weight(weight, scale, **arguments).scale[0].tolist() == [256, 256, 512]
-    with pytest.raises(ValueError, match="beyond"):
+    with pytest.raises(ValueError, match="above 2"):
         pack_weight(weight, scale * 2.0**121, **arguments)
 
 
@@ -140,7 +140,7 @@ def test_scales_of_wider_dtypes_are_taken_where_they_are_powers_of_two():
     wanted = pack_weight(weight, scale)
     assert torch.equal(pack_weight(weight, scale.float(), format="mxfp4").weight, wanted.weight)
     assert torch.equal(pack_weight(weight, bits(scale)).weight, wanted.weight)
-    with pytest.raises(ValueError, match="no powers of two"):
+    with pytest.raises(ValueError, match="not powers of two"):
         pack_weight(weight, scale.float() * 1.5, format="mxfp4")
 
 

@@ -275,7 +275,7 @@ def test_training_is_said_to_be_of_the_rest(recwarn):
     frozen.train()
     copy.deepcopy(model).eval()
     assert not recwarn
-    with pytest.warns(UserWarning, match="their weights are frozen"):
+    with pytest.warns(UserWarning, match="their FP8 weights are frozen"):
         model.train()
 
 

@@ -165,7 +165,7 @@ def test_equal_arguments_are_checked_once(monkeypatch):
 
 
 def test_recipe_in_bf16_is_refused():
-    with pytest.raises(ValueError, match="experts have all their products in FP8"):
+    with pytest.raises(ValueError, match="experts run all their GEMMs in FP8"):
         train.experts(*draw(*SIZES[0]), recipe=train.Recipe(wgrad="bf16"))
     with pytest.raises(TypeError, match="recipe is a dict; it must be a deep_tile.train.Recipe"):
         train.experts(*draw(*SIZES[0]), recipe={"dgrad": "fp8"})

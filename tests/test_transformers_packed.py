@@ -47,5 +47,5 @@ def test_what_cannot_be_packed():
     with pytest.raises(ValueError, match="model is a layer of experts"):
         integration.pack(layer)
     layer.gate_up_proj_scale_inv.data *= 1.5
-    with pytest.raises(ValueError, match=r"1\.experts: scale holds numbers that are no powers of two"):
+    with pytest.raises(ValueError, match=r"1\.experts: scale holds numbers that are not powers of two"):
         integration.pack(of(layer))

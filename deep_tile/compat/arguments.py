@@ -17,15 +17,19 @@ def check_result(d: object, alpha: float | None = None, epilogue: object = None,
     if not isinstance(d, (torch.Tensor, tuple, list)):
         raise TypeError(f"{name} is {_kind(d)}; it must be a tensor, which is written to: nothing is returned")
     if epilogue is not None:
-        raise ValueError(f"epilogue is {epilogue!r}; on Hopper it must be None, in DeepGEMM too. Finish d afterwards")
+        raise ValueError(
+            f"epilogue is {epilogue!r}; on Hopper it must be None, as in DeepGEMM. Apply it to d afterwards"
+        )
     if alpha not in (None, 1):
-        raise ValueError(f"alpha is {alpha!r}; on Hopper it is None, in DeepGEMM too. Multiply a's scale by it, or d")
+        raise ValueError(
+            f"alpha is {alpha!r}; on Hopper it must be None, as in DeepGEMM. Multiply a's scale by it, or d"
+        )
 
 
 def lengths(ks_cpu: object, ks: object) -> object:
     """k per group, which DeepGEMM's releases name differently."""
     if ks is not None and ks_cpu is not None:
-        raise ValueError("ks_cpu and ks are given, which are names of one argument; pass one of them")
+        raise ValueError("ks_cpu and ks are given, which are two names of one argument; pass one of them")
     return ks_cpu if ks is None else ks
 
 
@@ -52,7 +56,9 @@ def head_splits(given: object) -> list[int]:
 
 def refuse_sum(c: object) -> None:
     if c is not None:
-        raise ValueError("c must be None: products with 1x128 and 128x128 scales add nothing on Hopper. Add c to d")
+        raise ValueError(
+            "c must be None: GEMMs with 1x128 and 128x128 scales cannot accumulate on Hopper. Add c to d afterwards"
+        )
 
 
 def is_by_rows(recipe: object, recipe_b: object) -> bool:
@@ -76,7 +82,7 @@ def begin_sum(d: torch.Tensor, c: torch.Tensor | None) -> bool:
         if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
             raise TypeError(f"{name} is {_kind(x)}; with c, both must be tensors of torch.float32")
     if c.shape != d.shape or c.device != d.device:
-        raise ValueError(f"c is {list(c.shape)} on {c.device}; it must be as d is, {list(d.shape)} on {d.device}")
+        raise ValueError(f"c is {list(c.shape)} on {c.device}; it must be like d, {list(d.shape)} on {d.device}")
     if c is not d and (is_traced() or c.data_ptr() != d.data_ptr() or c.stride() != d.stride()):
         d.copy_(c)
     return True

@@ -51,7 +51,7 @@ def expanded_experts(
 ) -> torch.Tensor:
     """An expert layer on an expanded dispatch's rows, for `ElasticBuffer.combine` to send back and sum.
 
-    Nothing waits for the host, so that a CUDA graph holds for every distribution.
+    Nothing waits for the host, so one CUDA graph serves every distribution of tokens.
 
     Args:
         x: [rows, k] bfloat16 or float16, or an FP8 dispatch's pair, float8_e4m3fn and float32 [rows, k / 128], any

@@ -444,7 +444,7 @@ def einsum(
     arguments.check_result(d)
     if _compile_mode:
         if expr != "bmk,bnk->mn":
-            raise ValueError(f"set_compile_mode(1) knows no {expr!r}: call it once instead")
+            raise ValueError(f"set_compile_mode(1) does not cover {expr!r}: call it once instead")
         thin.precompile_thin()
         return
     accumulate = arguments.begin_sum(d, c)
@@ -657,7 +657,7 @@ def set_compile_mode(mode: int) -> None:
     0: they are multiplied."""
     global _compile_mode
     if as_int(mode) not in (0, 1):
-        raise ValueError(f"mode is {mode!r}; pass 1 to make products ready without launching them, or 0")
+        raise ValueError(f"mode is {mode!r}; pass 1 to compile and load kernels without launching them, or 0")
     _compile_mode = as_int(mode)
 
 
@@ -751,7 +751,7 @@ _displaced: dict[str, ModuleType] = {}
 
 
 def install(force: bool = False) -> None:
-    """Have `import deep_gemm` find this module, with the submodules that DeepGEMM has, in this process.
+    """Make `import deep_gemm` find this module, with DeepGEMM's submodules, in this process.
 
     Names that are DeepGEMM's alone, such as mega MoE's, are answered by the real one, if it is installed or if
     vLLM brings it along. It is imported when such a name is first asked for. Earlier imports keep the module they have.
@@ -766,7 +766,7 @@ def install(force: bool = False) -> None:
     if getattr(present, "__version__", None) == __version__:
         return
     if not force and (present is not None or importlib.util.find_spec("deep_gemm") is not None):
-        raise RuntimeError("deep_gemm is installed here: pass force=True to have deep_tile take its place")
+        raise RuntimeError("deep_gemm is installed here: pass force=True to replace it by deep_tile")
     original.keep(present)
     for name in [name for name in sys.modules if name.split(".")[0] == "deep_gemm"]:
         _displaced[name] = sys.modules.pop(name)
@@ -809,7 +809,7 @@ def _find_name(module: str, name: str) -> object:
         reason = f" ({REFUSED[name]})" if name in REFUSED else ""
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}: deep_tile, which takes DeepGEMM's place here, has no {name}"
-            f"{reason}, {error}. deep_tile.compat.deep_gemm.uninstall() leaves the name deep_gemm to others"
+            f"{reason}, {error}. deep_tile.compat.deep_gemm.uninstall() restores the name deep_gemm"
         ) from None
 
 

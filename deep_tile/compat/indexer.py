@@ -142,7 +142,9 @@ def get_paged_mqa_logits_metadata(
             f"context_lens must be a tensor of int32; got {getattr(context_lens, 'dtype', type(context_lens))}"
         )
     if block_kv != LOGITS_TILE:
-        raise ValueError(f"block_kv is {block_kv}; pages of {LOGITS_TILE} keys are known here: set the engine's so")
+        raise ValueError(
+            f"block_kv is {block_kv}; pages must hold {LOGITS_TILE} keys: set the engine's block size to that"
+        )
     if as_int(num_sms) is None or num_sms < 1:
         raise TypeError(f"num_sms is {num_sms!r}; pass how many SMs there are, a positive int")
     return context_lens.new_zeros(num_sms + 1, 2)

@@ -35,7 +35,7 @@ def find(path: str, name: str) -> object:
     """
     root = _load()
     if root is None:
-        raise AttributeError(f"and no other DeepGEMM can be imported: {'; '.join(_reasons)}")
+        raise AttributeError(f"and no DeepGEMM can be imported: {'; '.join(_reasons)}")
     found = root
     for part in path.split(".")[1:]:
         found = getattr(found, part, None)

@@ -59,7 +59,10 @@ def _hook() -> None:
     from deep_tile.integrations.vllm_linear import DeepTileFp8BlockScaledMMKernel
 
     if engines.VLLM.variable not in environment_variables:
-        raise RuntimeError(f"vllm.envs does not take {engines.VLLM.variable}, so its compile cache would mix up graphs")
+        raise RuntimeError(
+            f"vllm.envs does not take {engines.VLLM.variable}, so its compile cache would confuse graphs with and "
+            "without deep_tile"
+        )
     kernels = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]
     backends = {name: fp8.Fp8MoeBackend[name] for name in EXPERTS}
     original = fp8.select_fp8_moe_backend

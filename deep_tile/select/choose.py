@@ -90,7 +90,7 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
 
 def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
     """The tuned config for this bucket, adapted to the problem's operand layout and store; for grouped problems, the
-    candidate with the same tile. None where there is none such."""
+    candidate with the same tile. None if there is none."""
     own = tuned.get(bucket_key(problem)) if tuned else None
     if own is None:
         return None
@@ -205,7 +205,7 @@ LEAST_UNPACKED = 512
 """Rows of a product, or of a group in the mean: of fewer, unpacking takes longer than it saves."""
 
 MOST_UNPACKED_BYTES = 1 << 28
-"""Of a weight in FP8: more would surprise who has packed it."""
+"""Limit for a weight that is unpacked to FP8: more temporary memory would surprise a user who packed it."""
 
 
 @lru_cache(maxsize=4_096)

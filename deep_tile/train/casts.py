@@ -74,12 +74,12 @@ def _drop_weights() -> None:
 
 
 def invalidate() -> None:
-    """Drop all kept casts, of weights and of inputs: the next pass casts again.
+    """Drop all kept casts of weights and inputs, so that the next pass casts again.
 
-    For code that writes to `weight.data` between two passes of one step, to an input's `.data` between two layers that
-    share it, or in kernels of its own: none shows in a
-    tensor's version. In-place operations, load_state_dict and optimisers need no call; nor does `.data` written after
-    an optimiser's step and before the next pass, as averages of weights and clipping have it.
+    Call it after code that writes to `weight.data` between two passes of one step, to an input's `.data` between two
+    layers that share it, or that writes a weight by its own kernels: none changes the tensor's version. In-place
+    operations, load_state_dict and optimisers need no call, and neither do writes to `.data` between an optimiser's
+    step and the next pass, such as weight averaging or clipping.
     """
     _drop_weights()
     if _last.x is not None:

@@ -41,7 +41,7 @@ def experts(
     *,
     recipe: Recipe = _FP8,
 ) -> torch.Tensor:
-    """MoE layer: the sum over j of shares[t, j] * expert(chosen[t, j])(x[t]) for each token t.
+    """MoE layer: for each token t, the sum over j of shares[t, j] * expert(chosen[t, j])(x[t]).
 
     An expert is `silu(x @ gate^T) * (x @ up^T) @ down^T`, with all GEMMs in FP8. Differentiable once in `x`,
     `shares` and both weights. Experts may get any number of tokens, also none; nothing waits for the host, so one CUDA
@@ -49,24 +49,26 @@ def experts(
 
     Args:
         x: [t, h] bfloat16.
-        chosen: [t, top_k] int32 or int64, expert numbers. One that is negative or no expert's counts for nothing.
+        chosen: [t, top_k] int32 or int64, expert numbers. Negative or too large numbers are ignored.
         shares: [t, top_k] float32 or bfloat16.
         w_gate_up: [e, 2f, h] bfloat16 or float32: f gate rows, then f up rows.
-        w_down: [e, h, f] likewise. A weight's `main_grad` (same shape, float32 or bfloat16) is accumulated as by
-            `linear`.
-        recipe: `dgrad` and `wgrad` are "fp8"; see `Recipe`.
+        w_down: [e, h, f] bfloat16 or float32. A weight's `main_grad` (same shape, float32 or bfloat16) is accumulated
+            as by `linear`.
+        recipe: with `dgrad` and `wgrad` "fp8"; see `Recipe`.
 
     Returns:
         [t, h] bfloat16.
 
     Raises:
         TypeError: an argument has another dtype, or `recipe` is no `Recipe`.
-        ValueError: shapes or devices do not fit, or the recipe has products in BF16.
+        ValueError: shapes or devices do not fit, or the recipe has GEMMs in BF16.
         RuntimeError: as for `fp8_grouped_gemm`.
     """
     require(recipe)
     given = x, chosen, shares, w_gate_up, w_down
     checked_once(_checked, lambda: _check(*given, recipe), recipe, *given)
+    if not torch.compiler.is_compiling():
+        tensors.require_dense(shares=shares)  # which no launch of ours reads
     if not torch.compiler.is_compiling():
         tensors.require_dense(shares=shares)  # torch reads them, where launches check the others' memory
     if hasattr(w_gate_up, "main_grad") or hasattr(w_down, "main_grad"):
@@ -201,6 +203,6 @@ def _check(x, chosen, shares, w_gate_up, w_down, recipe: Recipe) -> None:
         if tuple(given.shape) != wanted[name]:
             raise ValueError(f"{name} has shape {list(given.shape)}; beside the others it must be {list(wanted[name])}")
     if twice % 2:
-        raise ValueError(f"w_gate_up has shape {list(w_gate_up.shape)}; its rows are gates and as many ups")
+        raise ValueError(f"w_gate_up has shape {list(w_gate_up.shape)}; it must have as many gate rows as up rows")
     if (recipe.dgrad, recipe.wgrad) != ("fp8", "fp8"):
-        raise ValueError(f"recipe is {recipe}; experts have all their products in FP8")
+        raise ValueError(f"recipe is {recipe}; experts run all their GEMMs in FP8")

@@ -18,9 +18,9 @@ from deep_tile.train.sharded import is_sharded, sharded_linear
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` with all three GEMMs in FP8; parameters as in `nn.Linear`, in any wide dtype.
+    """`torch.nn.Linear` with all three GEMMs in FP8, and with `nn.Linear`'s parameters in bfloat16, float16 or float32.
 
-    Everything that keeps, shards or optimises an `nn.Linear` takes it: state_dict, optimisers, DDP, FSDP2, peft.
+    Works with everything that stores, shards or optimises an `nn.Linear`: state_dict, optimisers, DDP, FSDP2, peft.
 
     Attributes:
         recipe: the GEMMs' formats; see `Recipe`.
@@ -85,11 +85,11 @@ def convert(
     eager: bool = False,
     recipe: Recipe = Linear.recipe,
 ) -> nn.Module:
-    """Have a model's `nn.Linear` layers train in FP8, in place.
+    """Make a model's `nn.Linear` layers train in FP8, in place.
 
     Layers become `deep_tile.train.Linear` and stay the same objects, with their parameters, hooks and names: an
-    optimiser made before goes on, and state_dicts fit both ways. Subclasses of `nn.Linear` are left unchanged.
-    transformers' gated MLPs with three converted layers call `mlp` unless these have hooks.
+    existing optimiser keeps working, and state_dicts load in both directions. Subclasses of `nn.Linear` are left
+    unchanged. transformers' gated MLPs with three converted layers call `mlp` unless these have hooks.
 
     Args:
         model: a module; one `nn.Linear` is converted itself.
@@ -112,7 +112,7 @@ def convert(
     wanted = wanted or partial(_pays, tokens, eager)
     layers = [each for name, each in model.named_modules() if type(each) is nn.Linear and wanted(name, each)]
     if not layers:
-        raise ValueError("model has no torch.nn.Linear that is wanted: see what `wanted` says of each layer")
+        raise ValueError("model has no torch.nn.Linear that `wanted` accepts: check what it returns for each layer")
     for layer in layers:
         layer.__class__ = Linear
         layer.recipe = recipe

@@ -28,17 +28,17 @@ _FIRST = 6
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, recipe: Recipe = _FP8
 ) -> torch.Tensor:
-    """`x @ weight^T + bias` with all three products in FP8: a linear layer that trains.
+    """`x @ weight^T + bias`, a linear layer whose forward and backward GEMMs run in FP8.
 
-    Differentiable once in `x`, `weight` and `bias`. Under autocast x becomes its dtype first, as
-    `torch.nn.functional.linear` has it. Runs on CPU tensors too, by the operations' definitions.
+    Differentiable once in `x`, `weight` and `bias`. Under autocast x is converted to autocast's dtype first, as in
+    `torch.nn.functional.linear`. CPU tensors are computed by the definitions of the operations.
 
     Args:
         x: [..., k] bfloat16, float16 or float32.
-        weight: [n, k] in such a dtype; its gradient has its dtype. A `weight.main_grad`, [n, k] float32 or bfloat16, is
-            added to instead, in the product itself, as Megatron has it: `weight.grad` is then not computed, and
-            `weight.grad_added_to_main_grad` set where there is one.
-        bias: [n] in such a dtype, added in FP32.
+        weight: [n, k] in one of these dtypes, which its gradient has as well. If there is a `weight.main_grad` ([n, k]
+            float32 or bfloat16, as in Megatron), the GEMM adds the gradient to it; `weight.grad` is then not computed,
+            and `weight.grad_added_to_main_grad`, if present, becomes True.
+        bias: [n] in one of these dtypes, added in FP32.
         recipe: the GEMMs' formats; see `Recipe`.
 
     Returns:
@@ -185,7 +185,7 @@ def check(x, weights, biases) -> None:
         named |= {f"weight{number}": weight} | ({} if bias is None else {f"bias{number}": bias})
     check_tensors(dict.fromkeys(named, WIDE), **named)
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError("deep_tile.train.linear runs under no transform of torch.func; use torch.autograd")
+        raise RuntimeError("deep_tile.train.linear does not run under transforms of torch.func; use torch.autograd")
     if x.dim() < 1:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [..., k]")
     for name, given in named.items():

@@ -34,18 +34,18 @@ def mlp(
     *,
     recipe: Recipe = _FP8,
 ) -> torch.Tensor:
-    """`(silu(x @ gate^T) * (x @ up^T)) @ down^T` with all GEMMs in FP8; keeps half the activations that separate layers
-    keep.
+    """`(silu(x @ gate^T) * (x @ up^T)) @ down^T`, a gated MLP with all GEMMs in FP8 that keeps half as many activations
+    as separate layers.
 
-    Differentiable once in `x` and the weights, with the gradients of `linears` and `linear` around SwiGLU in FP32.
-    Gates and ups are BF16. Otherwise as `linear`, `weight.main_grad` and autocast included.
+    Differentiable once in `x` and the weights, with the gradients of `linears` and `linear` and SwiGLU between them in
+    FP32. Gate and up are BF16. Otherwise as `linear`, `weight.main_grad` and autocast included.
 
     Args:
         x: [..., k] bfloat16, float16 or float32.
-        w_gate_up: [2f, k] in such a dtype, f gate rows, then f up rows; or both, [f, k] each.
-        w_down: [n, f] likewise.
-        recipe: formats for GEMMs and kept activations; see `Recipe`. With a BF16 GEMM, or separate gate and up weights
-            with f not a multiple of 128, the layers are called one by one and keep their own activations.
+        w_gate_up: [2f, k] in one of these dtypes, f gate rows, then f up rows; or a pair of weights, [f, k] each.
+        w_down: [n, f] in one of these dtypes.
+        recipe: formats of GEMMs and kept activations; see `Recipe`. If a GEMM is in BF16, or if gate and up are
+            separate and f is not a multiple of 128, the layers run one by one and keep their own activations.
 
     Returns:
         [..., n] in x's dtype.

@@ -27,9 +27,9 @@ def precompile(
 
     Args:
         model: with `deep_tile.train.Linear` layers, as from `convert`.
-        tokens: per forward pass, over all leading dimensions. A weight's gradient has tokens as K, so call this once
-            per token count in training; for fewer tokens the other GEMMs are ready too.
-        dtype: the layers' inputs'.
+        tokens: per forward pass, over all leading dimensions. Tokens are the K of a weight's gradient, so call this for
+            each token count of the training; it covers the other GEMMs for fewer tokens as well.
+        dtype: dtype of the layers' inputs.
         workers, progress: as for `deep_tile.precompile`.
 
     Returns:

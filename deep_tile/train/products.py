@@ -80,7 +80,7 @@ def main_grad_of(weight: torch.Tensor) -> MainGrad | None:
     if grad.shape != weight.shape or grad.dtype not in WIDE or grad.device != weight.device:
         raise ValueError(
             f"weight.main_grad is {list(grad.shape)} of {grad.dtype} on {grad.device}; for a weight of "
-            f"{list(weight.shape)} on {weight.device} it must be as large, float32 or bfloat16, and there"
+            f"{list(weight.shape)} on {weight.device} it must have that shape and device, in float32 or bfloat16"
         )
     return MainGrad(grad, weight if hasattr(weight, "grad_added_to_main_grad") else None)
 
@@ -115,7 +115,7 @@ def product_along_tokens(x: torch.Tensor, x_scale: torch.Tensor) -> dense.Dense:
 
 
 def _multiply_along_tokens(operands: tuple, out: torch.Tensor, accumulate: bool) -> torch.Tensor:
-    """Of dy and x with their scales."""
+    """The weight gradient of dy and x with their scales."""
     if product_along_tokens(*operands[2:]) is dense.FP8_WGRAD:
         return dense.fp8_wgrad(*operands, out, accumulate=accumulate)
     return dense.scaled_gemm(*operands, out=out, accumulate=accumulate)

@@ -23,20 +23,21 @@ class Recipe:
 
     Attributes:
         dgrad: "fp8", or "bf16" for the input's gradient from unquantised dy and weight.
-        wgrad: "fp8": dy with one scale per column and 128 tokens, x with 128x128 scales. "fp8_1x128": x has scales as
-            dy has, as the DeepSeek-V3 report has them; the product takes 1.3 times as long, for an error that is
-            smaller by 1 to 7 % (docs/training.md). "bf16": unquantised dy and x; x is then kept instead of its FP8
-            codes, which take half the memory.
+        wgrad: "fp8": dy with one scale per column and 128 tokens, x with 128x128 scales. "fp8_1x128": x is scaled like
+            dy, as in the DeepSeek-V3 report; the GEMM takes 1.3 times as long, and its error is smaller by 1 to 7 %
+            (docs/training.md). "bf16": unquantised dy and x; x is then kept instead of its FP8 codes, which take half
+            the memory.
         round_scale: "none", or "pow2" for power-of-two scales, as in TransformerEngine; see `per_token_cast_to_fp8`.
-        amax_floor: lower bound for a group's largest magnitude, in all casts. The default flushes no normal number.
+        amax_floor: lower bound for a group's largest magnitude, in all casts. With the default no normal number becomes
+            zero.
         activations: format in which `mlp` and `experts` keep gate and up for the backward pass: "bf16", or "fp8" in
             half the memory, with gradient errors larger by a tenth (docs/training.md).
-        recast: cast a weight again in the backward pass instead of keeping its transpose, one byte per element. The
-            other weights' memory is then free for activations.
+        recast: cast a weight again in the backward pass instead of keeping its transpose, which takes one byte per
+            element.
         keep_weights: cast a weight once per optimiser step instead of in every forward pass; both directions are kept
             between steps. Only for weights that a torch.optim.Optimizer in this process steps itself, outside
-            torch.compile and CUDA graphs. Small layers cast in every pass: looking for a cast takes longer. After
-            writes to `weight.data` between two passes of a step, call `invalidate`.
+            torch.compile and CUDA graphs. Small layers cast in every pass, which is faster than finding a kept cast.
+            After writes to `weight.data` between two passes of a step, call `invalidate`.
     """
 
     dgrad: str = "fp8"

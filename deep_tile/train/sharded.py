@@ -33,7 +33,7 @@ def sharded_linear(x, weight, bias, recipe: Recipe):
     given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, each in given.items():
         if not isinstance(each, DTensor):
-            raise TypeError(f"{name} is no DTensor, and another argument is; distribute it, too")
+            raise TypeError(f"{name} is not a DTensor, but another argument is: distribute it as well")
     whole, last = Replicate(), Shard(x.dim() - 1)
     ways = {
         (Shard(0), whole): (Partial(), Shard(0), last),
