@@ -68,8 +68,6 @@ def experts(
     given = x, chosen, shares, w_gate_up, w_down
     checked_once(_checked, lambda: _check(*given, recipe), recipe, *given)
     if not torch.compiler.is_compiling():
-        tensors.require_dense(shares=shares)  # which no launch of ours reads
-    if not torch.compiler.is_compiling():
         tensors.require_dense(shares=shares)  # torch reads them, where launches check the others' memory
     if hasattr(w_gate_up, "main_grad") or hasattr(w_down, "main_grad"):
         return _apply_eagerly(x, chosen, shares, w_gate_up, w_down, recipe)
