@@ -280,7 +280,7 @@ def run_packed(case: Case, device: str = "cuda") -> None:
         call, as_fp8, operands, wide = deep_tile.packed_gemm, fp8_gemm, [*operands[:2], *(x[0] for x in b)], wide[0]
         operands = [x.to(device) for x in operands]
     keywords = {name: x.to(device) for name, x in keywords.items()}
-    out, wanted = (torch.zeros(*a.shape[:-1], case.n, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out, wanted = (torch.zeros(*a.shape[:-1], case.n, dtype=torch.bfloat16).to(device) for _ in range(2))
     call(*operands, out=out, **keywords, config=config, num_sms=case.num_sms)
     as_fp8(*operands[:2], wide, operands[3], out=wanted, **keywords, batch_invariant=True)
     error = relative_error(out.cpu(), wanted.cpu())
