@@ -5,6 +5,7 @@ command line's reports) does not wait a second for it.
 """
 
 from importlib import import_module
+from os.path import isdir
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,13 @@ _SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "t
 """Whose names are public by theirs."""
 
 __all__ = [*sorted(_MODULES), *_SUBMODULES]
+
+
+if not isdir(__path__[0]):
+    raise ImportError(
+        f"deep_tile is imported from an archive, {__path__[0]}, and reads its files, which include a C extension, from "
+        "a folder: install it, `pip install WHEEL`, or unpack it"
+    )
 
 
 def _extension() -> ModuleType:

@@ -231,6 +231,7 @@ def described(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call
     for name, stride in zip("ab", strides, strict=True):
         if stride is not None and (as_int(stride) is None or not 0 <= stride <= MAX_SIZE):
             raise ValueError(f"{name}_stride is {stride!r}; strides are ints, in elements, up to {MAX_SIZE}")
+    m, n, k, groups, *strides = (None if size is None else int(size) for size in (m, n, k, groups, *strides))
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; groupings are {', '.join(GROUPINGS)}")
     if isinstance(dtype, str):
@@ -240,7 +241,7 @@ def described(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call
     results = operation.results(kind)
     if out_dtype not in (None, *results):
         raise ValueError(f"out is {out_dtype}; supported is {' or '.join(map(str, results))}")
-    sizes = Sizes(m, n, k, kind, dtype, out_dtype, strides, layout, grouping, groups, **finish)
+    sizes = Sizes(m, n, k, kind, dtype, out_dtype, tuple(strides), layout, grouping, groups, **finish)
     operation.check_sizes(sizes)
     return operation, sizes
 

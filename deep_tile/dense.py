@@ -199,13 +199,15 @@ class Dense(Product):
             raise ValueError("accumulate is True and out None: pass what the product is added to")
 
     def scaling(self, operands: Given, known: list[str]) -> str:
-        """The scaling, by scale shapes. With one block in both k and n all scalings are equal."""
+        """The scaling, by scale shapes. With one block in both k and n all scalings are equal, of which a symbolic n is
+        not asked."""
         a, a_scale, b, b_scale = operands
         of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
         k = sum(a.shape[1:2])
         is_any = type(k) is torch.SymInt and "row_blocks" in known
         several = a.dim() == 2 and (is_any or not 0 < k <= SCALE_BLOCK)
-        if of_a and not of_b and _is_of_blocks(b, b_scale, SCALE_BLOCK) and (several or b.shape[0] > SCALE_BLOCK):
+        is_larger = several or type(b.shape[0]) is torch.SymInt or b.shape[0] > SCALE_BLOCK
+        if of_a and not of_b and _is_of_blocks(b, b_scale, SCALE_BLOCK) and is_larger:
             return "blocks"
         if several and (of_a or of_b):
             return "row_blocks" if "row_blocks" in known else "blocks"

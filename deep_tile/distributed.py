@@ -92,13 +92,13 @@ def check_shardable(n: int, k: int, ranks: int, style: str) -> int:
         TypeError: a number is no int.
         ValueError: a number is not positive, or `style` is unknown.
     """
-    for name, given in (("n", n), ("k", k), ("ranks", ranks)):
-        number = as_int(given)
+    sizes = {"n": as_int(n), "k": as_int(k), "ranks": as_int(ranks)}
+    for given, (name, number) in zip((n, k, ranks), sizes.items(), strict=True):
         if number is None:
             raise TypeError(f"{name} is {given!r}, of type {type(given).__name__}; pass an int")
         if number < 1:
             raise ValueError(f"{name} is {number}; it must be positive")
-    size = (n, k)[_split_dim(style)]
+    size, ranks = (sizes["n"], sizes["k"])[_split_dim(style)], sizes["ranks"]
     return _part(size, ranks, 0).padded - ceil_div(size, ranks)
 
 
@@ -139,7 +139,7 @@ def shard_weight(
     check_shardable(*weight.shape[-2:], ranks, style)
     if as_int(rank) is None or not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank!r}; it must be from 0 to {ranks - 1}")
-    part = _part(weight.shape[dim], ranks, rank)
+    part = _part(weight.shape[dim], int(ranks), int(rank))
     return WeightShard(*blocks.shard(weight, weight_scale_inv, dim, part.begin, part.begin + part.length, max_error))
 
 
@@ -151,13 +151,14 @@ def _split_dim(style: str) -> int:
 
 def _part(size: int, ranks: int, rank: int) -> Part:
     each = ceil_div(size, ranks)
-    begins = [min(other * each, size) for other in range(ranks)]
-    lengths = [min(begin + each, size) - begin for begin in begins]
+    begin = min(rank * each, size)
     if _fits(size, ranks):
-        return Part(begins[rank], each, 0, each)
-    firsts = [begin % SCALE_BLOCK if length else 0 for begin, length in zip(begins, lengths, strict=True)]
-    padded = max(round_up(first + length, SCALE_BLOCK) for first, length in zip(firsts, lengths, strict=True))
-    return Part(begins[rank], lengths[rank], firsts[rank], padded)
+        return Part(begin, each, 0, each)
+    begins = range(0, size, each)  # of ranks that have something; all but the last have a length, and repeat
+    ends = ((other, min(other + each, size)) for other in (*begins[:SCALE_BLOCK], begins[-1]))
+    padded = max(round_up(end - other // SCALE_BLOCK * SCALE_BLOCK, SCALE_BLOCK) for other, end in ends)
+    length = min(begin + each, size) - begin
+    return Part(begin, length, begin % SCALE_BLOCK if length else 0, padded)
 
 
 class _LinearStyle(ParallelStyle):

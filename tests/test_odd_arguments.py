@@ -12,8 +12,9 @@ import torch
 from bad_calls import freed
 
 import deep_tile
-from deep_tile import cast, nn, params, train
+from deep_tile import cast, distributed, nn, params, train
 from deep_tile.compat import deep_gemm
+from deep_tile.config import SCALE_BLOCK
 from deep_tile.integrations import transformers
 
 M, N, K, G = 6, 144, 256, 3
@@ -369,3 +370,17 @@ def test_logits_count_columns_in_an_int():
         field = next(field for field in params.LOGITS.fields if field.name == name)
         with pytest.raises(ValueError, match=name):
             field.pack(2**31 - 4095)
+
+
+@pytest.mark.parametrize("number", [np.uint8, np.int32])
+def test_numpys_sizes_do_not_overflow(number):
+    m, n, k, ranks = (number(size) for size in (3, 100, 128, 3))
+    assert deep_tile.supports(m, n, k, a_stride=k) == deep_tile.supports(3, 100, 128, a_stride=128)
+    assert deep_tile.supports(m, n, k, grouping="offs", groups=ranks) == (True, "supported")
+    explained = deep_tile.explain(m, n, k, call="scaled_gemm", groups=None)
+    assert explained == deep_tile.explain(3, 100, 128, call="scaled_gemm")
+    assert distributed.check_shardable(n, k, ranks, "column") == distributed.check_shardable(100, 128, 3, "column")
+
+
+def test_more_ranks_than_rows_take_no_time():
+    assert distributed.check_shardable(256, 256, 2**70, "row") == SCALE_BLOCK - 1

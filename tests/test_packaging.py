@@ -298,3 +298,10 @@ def test_extra_leaves_the_installed_pytorch_alone(wheel, index, tmp_path, versio
     new = {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]}
     assert "deep_tile" in new
     assert "torch" not in new
+
+
+def test_an_archive_is_refused(wheel):
+    """Python imports modules out of it, but neither extensions nor the files that they read."""
+    program = f"import sys; sys.path.insert(0, {str(wheel)!r}); import deep_tile"
+    run = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True)
+    assert re.search("ImportError: deep_tile is imported from an archive, .*: install it", run.stderr)

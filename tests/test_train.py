@@ -491,6 +491,35 @@ def test_a_small_layer_is_compiled_for_any_tokens(tokens):
         assert torch.equal(exported(other, weight, bias), linear(other, weight, bias))
 
 
+@pytest.mark.parametrize("k", [96, 128, 300])
+def test_one_token_is_compiled_with_sizes_that_may_change(k):
+    x, *parameters, dy = make_layer((1, k), n=256)
+    weight, bias = (each.detach().requires_grad_() for each in parameters)  # dynamo takes a parameter's sizes as fixed
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_all_equal(trained(compiled, x, weight, bias, dy), defined(x, weight, bias, dy))
+
+
+@pytest.mark.parametrize("tokens", [32, 33])
+def test_a_layer_with_gradients_is_exported_for_any_tokens(tokens):
+    """Codes along tokens, whose padded stride torch compares with the tokens, are for a backward pass alone."""
+    layer = Linear(128, 256, dtype=torch.bfloat16)
+    batch = {"input": {0: torch.export.Dim("tokens", min=1, max=4096)}}
+    example = torch.randn(tokens, 128).bfloat16()
+    exported = torch.export.export(layer, (example,), dynamic_shapes=batch, strict=False).module()
+    with torch.no_grad():
+        for x in (torch.randn(rows, 128).bfloat16() for rows in (1, 31, 200)):
+            assert torch.equal(exported(x), layer(x))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_are_compiled_without_gradients(layers):
+    x, weight, bias, _ = make_layer()
+    compiled = torch.compile(linears, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        given = x, [weight] * layers, [bias] * layers
+        assert all(map(same_bits, compiled(*given), linears(*given)))
+
+
 class _Linear(torch.nn.Module):
     def forward(self, x, weight, bias):
         return linear(x, weight, bias)

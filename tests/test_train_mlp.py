@@ -216,3 +216,14 @@ def test_what_is_refused(change, error, message):
     *given, recipe = (*change(*given), train.Recipe())[:4]
     with pytest.raises(error, match=message):
         train.mlp(*given, recipe=recipe)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("pair", [False, True])
+def test_one_token_is_compiled_with_and_without_gradients(pair, gradients):
+    given, dy = draw((1,), k=96, pair=pair)
+    compiled = torch.compile(train.mlp, fullgraph=True, backend="aot_eager", dynamic=True)
+    if gradients:
+        assert all(map(same_bits, step(compiled, given, dy), step(train.mlp, given, dy)))
+    with torch.no_grad():
+        assert same_bits(compiled(*given), train.mlp(*given))

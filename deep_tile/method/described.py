@@ -44,6 +44,7 @@ def derivation(
     """The facts behind `explain`; `made` are its other keywords, if they are given."""
     num_sms = gpu.num_sms if num_sms is None else num_sms
     check_sizes(**sizes, num_sms=num_sms)
+    sizes, num_sms = {name: int(size) for name, size in sizes.items()}, int(num_sms)  # NumPy's would overflow
     if num_sms > gpu.num_sms:
         raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
     operation = call and operation_of(call)

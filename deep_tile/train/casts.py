@@ -113,8 +113,9 @@ _last = _Last()
 
 def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
     """`cast_both` for an input [..., k], or the previous call's result for the same tensor; without `along_tokens` the
-    last two are None."""
-    rows = quantize.as_matrix(x.detach())
+    last two are None, as under torch.export: a program has no backward pass, and torch specialises sizes by the padded
+    stride of codes along tokens."""
+    rows, along_tokens = quantize.as_matrix(x.detach()), along_tokens and not _is_exported()
     if torch.compiler.is_compiling() or not _may_share(x):
         return _cast_input(rows, recipe, along_tokens)
     key = (x._version, x.data_ptr(), x.shape, _stream(x), along_tokens, recipe)
@@ -122,6 +123,11 @@ def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple
         codes = _cast_input(rows, recipe, along_tokens)
         _last.x, _last.key, _last.codes = weakref.ref(x, _last.forget), key, codes
     return _last.codes
+
+
+def _is_exported() -> bool:
+    """Whether torch.export traces without dynamo, which would trace a backward pass, too."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def is_cast(x: torch.Tensor) -> bool:

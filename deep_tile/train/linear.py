@@ -113,7 +113,8 @@ class _Linears(torch.autograd.Function):
     """Takes x, a recipe, `cast_both`'s results for x, weights and as many biases."""
 
     @staticmethod
-    def forward(ctx, x, recipe, a, a_scale, at, at_scale, *parameters):
+    def forward(ctx, x, recipe, *given):  # dynamo gives no ctx where arguments are as many as names, ctx included
+        (a, a_scale, at, at_scale), parameters = given[:4], given[4:]
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         wants_x, wants_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST : _FIRST + count])

@@ -88,7 +88,8 @@ class _Mlp(torch.autograd.Function):
     """Takes x, a recipe, `cast_both`'s results for x, one or two gate and up weights, and the down weight."""
 
     @staticmethod
-    def forward(ctx, x, recipe, a, a_scale, at, at_scale, *weights):
+    def forward(ctx, x, recipe, *given):  # as few names as in linear.py
+        (a, a_scale, at, at_scale), weights = given[:4], given[4:]
         wants_x, wants_any = ctx.needs_input_grad[0], any(ctx.needs_input_grad)
         *first, last = weights
         gate_up = torch.empty(a.shape[0], 2 * last.shape[1], dtype=torch.bfloat16, device=x.device)
