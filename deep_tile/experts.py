@@ -195,8 +195,8 @@ def silu_mul_cast_to_fp8(
         alpha, beta: finite numbers, rounded to FP32; 1.702 and 1 in gpt-oss.
         scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; on the GPU `exact` affects scales
             only.
-        out: [..., k] float8_e4m3fn, otherwise as for `per_token_cast_to_fp8`. scale_out: [..., ceil(k / 128)] float32,
-            otherwise as there.
+        out: [..., k] float8_e4m3fn, otherwise as for `per_token_cast_to_fp8`.
+        scale_out: [..., ceil(k / 128)] float32, otherwise as there.
 
     Returns:
         `out` and `scale_out`: [..., k] float8_e4m3fn and its scale. Dead rows are not written; in allocated tensors

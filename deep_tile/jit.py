@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -266,9 +267,9 @@ def compile_kernel(source: str, name: str) -> Compiled:
         with _outliving_the_interpreter(name):
             program = Program(source, "c++", options=options)
             cubin = bytes(program.compile("cubin", logs=log).code)
-    except Exception as error:  # cuda.core's compile error class is not public
-        if type(error).__module__.partition(".")[0] != "cuda":
-            raise  # by a signal's handler, as timeouts have it
+    except Exception as error:
+        if not _is_of_compiler(error):
+            raise
         flags = b" ".join(options.as_bytes("nvrtc", "cubin")).decode()
         raise CompileError(_compile_error_text(source, name, flags, str(error))) from None
     if is_tested(version):
@@ -281,8 +282,17 @@ def compile_kernel(source: str, name: str) -> Compiled:
     return compiled
 
 
+def _is_of_compiler(error: Exception) -> bool:
+    """Whether cuda.core raised it, and not a signal's handler, as timeouts have one. Its class for compile errors is
+    not public, and some of its errors are Python's own."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return any(name.partition(".")[0] == "cuda" for name in (type(error).__module__, frame.f_globals["__name__"]))
+
+
 _compiling: set[threading.Thread] = set()
-"""Threads within NVRTC."""
+"""Threads within NVRTC. A fork's child has none of its parent's."""
+
+os.register_at_fork(after_in_child=_compiling.clear)
 
 _is_ending = False
 
@@ -291,20 +301,21 @@ _is_ending = False
 def _outliving_the_interpreter(name: str) -> Iterator[None]:
     """Have the interpreter's end wait for this thread: a daemon's NVRTC would go on without its library's memory, and
     end the process by a segmentation fault."""
-    if _is_ending:
-        raise RuntimeError(f"{name} would have to be compiled, while the interpreter ends")
-    _compiling.add(threading.current_thread())
+    thread = threading.current_thread()
+    _compiling.add(thread)  # first: the end sets `_is_ending`, then looks here
     try:
+        if _is_ending and thread is not threading.main_thread():  # which runs exit hooks, and ends after them
+            raise RuntimeError(f"{name} would have to be compiled, while the interpreter ends")
         yield
     finally:
-        _compiling.discard(threading.current_thread())
+        _compiling.discard(thread)
 
 
 @atexit.register
 def _wait_for_compilers() -> None:
     global _is_ending
     _is_ending = True
-    while any(thread.is_alive() for thread in _compiling - {threading.current_thread()}):  # a fork's child has none
+    while _compiling - {threading.current_thread()}:
         time.sleep(0.01)
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 import venv
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,6 +125,15 @@ def test_a_signal_handlers_exception_is_no_compile_error(monkeypatch):
         load()
 
 
+def test_any_error_of_cuda_core_is_a_compile_error(monkeypatch):
+    """Not only its own classes: a RuntimeError, here."""
+    program, options = jit._compiler()
+    monkeypatch.setattr(jit, "_compiler", lambda: (lambda source, _, **how: program(source, "c--", **how), options))
+    with pytest.raises(jit.CompileError, match=r"(?s)cannot compile answer.*c--") as error:
+        load()
+    Path(next(line for line in str(error.value).splitlines() if "saved as" in line).split(": ")[1]).unlink()
+
+
 def test_exit_waits_for_a_compiling_daemon():
     """NVRTC would go on without its library's memory: a segmentation fault."""
     code = (
@@ -139,10 +149,36 @@ def test_exit_waits_for_a_compiling_daemon():
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")
 
 
-def test_nothing_is_compiled_once_the_interpreter_ends(monkeypatch):
+def test_threads_compile_nothing_once_the_interpreter_ends(monkeypatch):
     monkeypatch.setattr(jit, "_is_ending", True)
-    with pytest.raises(RuntimeError, match="while the interpreter ends"):
+    with ThreadPoolExecutor() as pool, pytest.raises(RuntimeError, match="while the interpreter ends"):
+        pool.submit(load).result()
+
+
+def test_exit_hooks_compile(monkeypatch):
+    """They run in the main thread, which ends after them."""
+    monkeypatch.setattr(jit, "_is_ending", True)
+    with compiles(1):
         load()
+
+
+def test_a_forks_child_does_not_wait_for_threads_of_its_parent():
+    """Not even for those that Python has not started, as autograd's: their state is unknown in the child."""
+    code = (
+        "import _thread, os, sys, threading; from deep_tile import jit\n"
+        "begun, end = threading.Event(), threading.Event()\n"
+        "def compile_slowly():\n"
+        "    with jit._outliving_the_interpreter('k'): begun.set(); end.wait()\n"
+        "_thread.start_new_thread(compile_slowly, ())\n"
+        "begun.wait()\n"
+        "child = os.fork()\n"
+        "if not child: sys.exit()\n"
+        "print('ended', os.waitpid(child, 0)[1], flush=True)\n"
+        "end.set()\n"
+    )
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended 0\n", "")
 
 
 def test_ptxas_error_is_a_compile_error():
