@@ -253,11 +253,20 @@ def test_what_a_call_launches_besides_is_in_its_time():
         ("gemm", (1, 24, 64), {"num_sms": 133}, "num_sms is 133; H200 has 132"),
         ("thin_gemm", (1, 24, 64), {"num_sms": 133}, "num_sms is 133; H200 has 132"),
         ("gemm", (0, 24, 64), {}, "m is 0; sizes must be positive"),
+        ("gemm", (1, 24, 64), {"bias": "e4m3"}, "bias is 'e4m3'; pass a torch.dtype, or one of fp8"),
+        ("thin_gemm", (1, 24, 64), {"dtype": "wide"}, "dtype is 'wide'; pass a torch.dtype, or one of fp8"),
+        ("mqa_logits", (1, 24, 64), {"heads": 64, "dtype": "int8"}, "dtype is 'int8'; mqa_logits has operands of"),
     ],
 )
 def test_what_no_call_takes_is_refused(call, sizes, asked, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         deep_tile.explain(*sizes, call=call, **asked)
+
+
+@pytest.mark.parametrize(("call", "heads"), [("thin_gemm", {}), ("mqa_logits", {"heads": 64})])
+def test_results_are_those_of_the_call(call, heads):
+    with pytest.raises(TypeError, match="out .*int8"):
+        deep_tile.explain(8, 128, 64, call=call, output="int8", **heads)
 
 
 @pytest.mark.parametrize(

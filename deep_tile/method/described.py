@@ -55,13 +55,16 @@ def derivation(
             return of_groups.derive(problem, gpu, besides)
         return derive(problem, gpu, None, tuned.configs(problem.num_sms))._replace(besides=besides)
     _check(operation, sizes, made)
-    dtype, out_dtype = (_DTYPES.get(name_of(made.get(name)), made.get(name)) for name in ("dtype", "output"))
+    dtype, out_dtype = (_dtype_of(name, made) for name in ("dtype", "output"))
     m, n, k, groups, heads = (sizes.get(name, 1) for name in ("m", "n", "k", "groups", "heads"))
     asked = Sizes(m, n, k, None, dtype, out_dtype, (None, None), "nt", "none", groups, heads)
     given, options = operation.without_memory(asked)
+    operands = [x.dtype for x in given[:2]]
+    if dtype not in (None, *operands):
+        raise ValueError(f"dtype is {made['dtype']!r}; {call} has operands of {' and '.join(map(str, operands))}")
+    given = operation.with_outs(given, options)
     operation.check(given, options)
     operation.check_memory(given, options)
-    given = operation.with_outs(given, options)
     moved = sum(x.nbytes for x in given if x is not None)
     title = f"{call}: {', '.join(f'{name} = {size}' for name, size in sizes.items())} on {num_sms} SMs of {gpu.name}"
     problem, found = {"call": call, **sizes, "num_sms": num_sms}, options._replace(num_sms=num_sms)
@@ -79,11 +82,19 @@ def product(
     rows, kind, padded = m if grouping == "counts" else m * count, EVERY_KIND.get(name_of(dtype)), None
     if kind and kind.block_scales and not kind.packing and kind.a != S8:
         padded = round_up(rows if call == "fp8_wgrad" or grouping == "k_offs" else k, ALIGNMENT_BYTES)
-    output, bias = (_DTYPES.get(name_of(made.get(name)), made.get(name)) for name in ("output", "bias"))
+    output, bias = (_dtype_of(name, made) for name in ("output", "bias"))
     asked = rows, n, k, dtype, output, (padded, padded), made.get("layout", "nt"), grouping, count, call
     operation, found = api.described(*asked, bias=bias, activation=made.get("activation"))
     _check(operation, sizes, made)
     return operation.problem_for(found, num_sms), found
+
+
+def _dtype_of(name: str, made: dict) -> torch.dtype | None:
+    given = made.get(name)
+    found = _DTYPES.get(name_of(given), given)
+    if found is not None and not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is {given!r}; pass a torch.dtype, or one of {', '.join(_DTYPES)}")
+    return found
 
 
 def _check(operation: Operation, sizes: dict[str, int], made: dict) -> None:
