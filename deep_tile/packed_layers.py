@@ -253,14 +253,9 @@ def _halves(x: torch.Tensor) -> torch.Tensor:
 def _check_input(x: object, features: int) -> None:
     """Products know whole K blocks alone."""
     quantize.check_source_dtype("x", x, _WIDE)
-    _require_dense(x=x)
+    tensors.require_dense_in_eager(x=x)
     if x.shape[-1:] != (features,):
         raise ValueError(f"x is {list(x.shape)}; this layer takes [..., {features}]")
-
-
-def _require_dense(**given: torch.Tensor) -> None:
-    if not torch.compiler.is_compiling():
-        tensors.require_dense(**given)
 
 
 def _check_routing(x: torch.Tensor, chosen: object, shares: object) -> None:
@@ -269,7 +264,7 @@ def _check_routing(x: torch.Tensor, chosen: object, shares: object) -> None:
         if not isinstance(given, torch.Tensor) or given.dtype not in dtypes:
             seen = f"a tensor of {given.dtype}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
             raise TypeError(f"{name} is {seen}; pass a tensor [t, top_k] of {' or '.join(map(str, dtypes))}")
-    _require_dense(chosen=chosen, shares=shares)
+    tensors.require_dense_in_eager(chosen=chosen, shares=shares)
     if x.dim() != 2 or chosen.dim() != 2 or chosen.shape[0] != x.shape[0] or shares.shape != chosen.shape:
         shapes = [list(given.shape) for given in (x, chosen, shares)]
         raise ValueError(f"x, chosen and shares are {shapes}; they must be [t, hidden], [t, top_k] and [t, top_k]")

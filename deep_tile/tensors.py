@@ -204,6 +204,12 @@ def require_dense(**tensors: torch.Tensor) -> None:
             _require_memory(name, x)
 
 
+def require_dense_in_eager(**given: torch.Tensor) -> None:
+    """`require_dense`, except where torch.compile traces: it knows no memory."""
+    if not torch.compiler.is_compiling():
+        require_dense(**given)
+
+
 def is_aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % ALIGNMENT_BYTES == 0
 

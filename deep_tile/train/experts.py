@@ -67,8 +67,7 @@ def experts(
     require(recipe)
     given = x, chosen, shares, w_gate_up, w_down
     checked_once(_checked, lambda: _check(*given, recipe), recipe, *given)
-    if not torch.compiler.is_compiling():
-        tensors.require_dense(shares=shares)  # torch reads them, where launches check the others' memory
+    tensors.require_dense_in_eager(shares=shares)  # torch reads them, where launches check the others' memory
     if hasattr(w_gate_up, "main_grad") or hasattr(w_down, "main_grad"):
         return _apply_eagerly(x, chosen, shares, w_gate_up, w_down, recipe)
     return _Experts.apply(x, chosen, shares, w_gate_up, w_down, recipe)

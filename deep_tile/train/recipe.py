@@ -101,5 +101,4 @@ def check_tensors(dtypes: Mapping[str, tuple[torch.dtype, ...]], **given: object
         device = x.device if device is None else device
         if x.device != device:
             raise ValueError(f"{name} is on {x.device} but {next(iter(given))} is on {device}; move it there")
-    if not torch.compiler.is_compiling():
-        tensors.require_dense(**given)
+    tensors.require_dense_in_eager(**given)
