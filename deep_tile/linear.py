@@ -14,6 +14,7 @@ import torch
 
 from deep_tile import _launcher, both, cast, checks, dense, launches, ops, params, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.gradients import once_differentiable
 from deep_tile.kinds import EVERY_KIND, Kind
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
@@ -174,7 +175,7 @@ class _Differentiable(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad):
         return *_gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad), None
 
@@ -536,8 +537,11 @@ def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
 
 
 def _backward(ctx, grad):
-    if type(grad) in ops.wrappers:
-        return _call_backward_op(ctx, grad)
+    return (_call_backward_op if type(grad) in ops.wrappers else _backward_once)(ctx, grad)
+
+
+@once_differentiable
+def _backward_once(ctx, grad) -> tuple:
     return _gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.needed)
 
 

@@ -289,9 +289,7 @@ def _refuse_foreign(x: object, weight: object) -> None:
 def _check_bias(bias: object, n: int) -> None:
     if bias is None:
         return
-    if not isinstance(bias, torch.Tensor) or bias.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        seen = f"a tensor of {bias.dtype}" if isinstance(bias, torch.Tensor) else f"a {type(bias).__name__}"
-        raise TypeError(f"bias is {seen}; pass a tensor of bfloat16, float16 or float32, or None")
+    tensors.require_dtypes({"bias": (torch.bfloat16, torch.float16, torch.float32)}, {"bias": ", or None"}, bias=bias)
     tensors.require_dense(bias=bias)
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias is {list(bias.shape)}; it must be [{n}], a number for each row of weight")

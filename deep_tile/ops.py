@@ -312,6 +312,12 @@ def is_traced() -> bool:
     return is_dynamo_compiling() or (_watches() and _passes_gradients())
 
 
+def is_in_mode() -> bool:
+    """Whether a dispatch mode sees ops in eager mode. What one op has made no other then writes to: selective
+    checkpointing skips an op whose result it has kept, and with it what the op would write."""
+    return not torch.compiler.is_compiling() and _watches()
+
+
 def _passes_gradients() -> bool:
     """Raises under a differentiating torch.func transform, which bypasses an op's gradient."""
     transform = torch._C._functorch.peek_interpreter_stack()

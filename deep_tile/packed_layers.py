@@ -260,10 +260,7 @@ def _check_input(x: object, features: int) -> None:
 
 def _check_routing(x: torch.Tensor, chosen: object, shares: object) -> None:
     """Rows are read by number, without a look at how many there are."""
-    for name, given, dtypes in (("chosen", chosen, sources.INDEX_DTYPES), ("shares", shares, _WIDE)):
-        if not isinstance(given, torch.Tensor) or given.dtype not in dtypes:
-            seen = f"a tensor of {given.dtype}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
-            raise TypeError(f"{name} is {seen}; pass a tensor [t, top_k] of {' or '.join(map(str, dtypes))}")
+    tensors.require_dtypes({"chosen": sources.INDEX_DTYPES, "shares": _WIDE}, chosen=chosen, shares=shares)
     tensors.require_dense_in_eager(chosen=chosen, shares=shares)
     if x.dim() != 2 or chosen.dim() != 2 or chosen.shape[0] != x.shape[0] or shares.shape != chosen.shape:
         shapes = [list(given.shape) for given in (x, chosen, shares)]

@@ -170,6 +170,17 @@ def require_tensors(**given: object) -> None:
     require_plain(**given)
 
 
+def require_dtypes(
+    dtypes: Mapping[str, Collection[torch.dtype]], remedies: Mapping[str, str] | None = None, **given: object
+) -> None:
+    """Raise TypeError unless arguments, by name, are tensors of one of their `dtypes`; `remedies` end its text."""
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor) or x.dtype not in dtypes[name]:
+            seen = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes[name])
+            raise TypeError(f"{name} is {seen}; it must be a tensor of {wanted}{(remedies or {}).get(name, '')}")
+
+
 def require_module(model: object) -> None:
     """Raise TypeError unless the argument `model` is a module."""
     if not isinstance(model, torch.nn.Module):

@@ -536,6 +536,21 @@ def split_training(mesh):
 
 
 @case
+def training_of_sequences(mesh):
+    """With tokens split between the blocks of layers: the output's gradient is still being sent when it comes."""
+    model = trained_layers(mesh)
+    other = copy.deepcopy(model)
+    styles = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+    parallelize_module(other, mesh, styles)
+    x = torch.randn(2 * 128, 256, device=mesh.device_type)
+    model(x).square().mean().backward()
+    part = other(split(x, mesh, Shard(0)).to_local())
+    (part.square().sum() / x.numel()).backward()
+    for one, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert_near(collected(one.grad), wanted.grad, 2**-9)
+
+
+@case
 def training_of_parts_of_a_batch(mesh):
     """Whole weights and a split input, as between layers of sequence parallelism; and what is refused."""
     layer = trained_layers(mesh)[0]
@@ -549,6 +564,8 @@ def training_of_parts_of_a_batch(mesh):
         assert_near(each.grad.full_tensor(), gradient, 2**-9)
     columns = split(weight, mesh, Shard(1))
     assert_refused(TypeError, "x is not a DTensor", sharded_linear, x, *given[1:], layer.recipe)
+    line = init_device_mesh(mesh.device_type, (RANKS, 1), mesh_dim_names=("one", "other"))["other"]
+    assert_refused(ValueError, "on one mesh", sharded_linear, given[0], split(weight, line, WHOLE), None, layer.recipe)
     assert_refused(ValueError, "ColwiseParallel splits a weight", sharded_linear, given[0], columns, None, layer.recipe)
 
 

@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "logits_launch": {"_launcher", "cast", "codegen", "config", "params", "select", "walls"},
     "logits": {"cast", "checks", "codegen", "config", "launches", "logits_launch", "operation", "ops", "tensors"}
     | {"select"},
+    "gradients": set(),
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "select"}
     | {"sources", "tensors"},
@@ -102,6 +103,7 @@ MAY_IMPORT = {
         "checks",
         "config",
         "dense",
+        "gradients",
         "kinds",
         "launches",
         "operation",
@@ -113,8 +115,8 @@ MAY_IMPORT = {
     | {"quantize", "tensors"},
     "sums": {"dense", "finishes", "grouped", "operation", "ops", "options", "tensors", "thin"},
     "replaceable": {"quantize", "tensors"},
-    "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "launches"}
-    | {"ops", "params", "quantize", "select", "tensors", "transposed", "wgrad"},
+    "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "gradients", "grouped", "jit"}
+    | {"launches", "ops", "params", "quantize", "select", "tensors", "transposed", "wgrad"},
     "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"}
     | {"sources", "tensors"},
     "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "packed_layers"}

@@ -245,7 +245,7 @@ def test_packed_layers_refuse_odd_tensors_by_name(make):
 @pytest.mark.parametrize("shares", [None, 3, [1.0], torch.ones(4, 1).cfloat(), torch.ones(4, 1).int()], ids=str)
 def test_shares_are_wide_numbers(shares):
     layer, chosen = nn.PackedExperts(2, 128, 64), torch.zeros(4, 1, dtype=torch.int64)
-    with pytest.raises(TypeError, match="shares is a .*pass a tensor"):
+    with pytest.raises(TypeError, match="shares is a .*; it must be a tensor of bfloat16 or"):
         layer(torch.randn(4, 128).bfloat16(), chosen, shares)
 
 

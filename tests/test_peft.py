@@ -100,6 +100,16 @@ def test_unmerged_are_the_bits_of_before():
     assert all(same_bits(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.gpu
+def test_unmerged_where_the_model_has_moved():
+    base, model = make()
+    train(model)
+    model.merge_adapter()
+    model.to("cuda").unmerge_adapter()
+    assert {each.device.type for each in model.parameters()} == {"cuda"}
+    assert same_bits(model.base_model.model.layers[0].base_layer.weight.cpu(), base.layers[0].weight)
+
+
 def test_a_broken_adapter_leaves_the_weight():
     base, model = make()
     layer = model.base_model.model.layers[0]

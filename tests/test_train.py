@@ -828,26 +828,6 @@ def test_what_is_no_model_is_refused():
         convert(nn.Linear(8, 8), **ALL, recipe={"dgrad": "fp8"})
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [torch.func.grad, torch.func.vmap, lambda f: torch.func.functional_call and torch.func.vjp(f, torch.ones(3, 200))],
-    ids=["grad", "vmap", "vjp"],
-)
-def test_transforms_are_refused_by_name(transform):
-    weight = make_layer(dtype=torch.float32)[1].detach()
-    linear(torch.ones(3, 200), weight)
-    with pytest.raises(RuntimeError, match="deep_tile.train.linear does not run under transforms of torch.func"):
-        transform(lambda x: linear(x, weight).sum())(torch.ones(3, 200))
-
-
-def test_gradients_are_there_once():
-    x, weight, *_ = make_layer()
-    y = linear(x, weight)
-    (dx,) = torch.autograd.grad(y, x, torch.randn_like(y).requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 def test_names_are_public():
     """Functions, not the modules that they are named as."""
     names = {

@@ -52,7 +52,9 @@ class LoraLinear(lora.Linear):
         with self._as_wide(self._codes()):
             super().unmerge()
         if self._kept is not None:
-            self._set(*self._kept)
+            device = self.get_base_layer().weight.device  # the model may have moved
+            codes = nn.Linear.from_fp8(*(each.to(device) for each in self._kept))
+            self._set(codes.weight, codes.weight_scale_inv)
             self._kept = None
 
     def _codes(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:

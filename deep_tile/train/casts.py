@@ -12,6 +12,7 @@ import weakref
 from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,7 +22,15 @@ from deep_tile.train.recipe import Recipe
 
 
 class _Kept(NamedTuple):
+    """A cast, and what it holds for.
+
+    Attributes:
+        storage: the weight's. Its address stays taken while there is a reference, also where its memory is freed and
+            taken again by another storage.
+    """
+
     key: tuple
+    storage: StorageWeakRef
     cast: CastWeight
 
 
@@ -43,18 +52,26 @@ def cast_once(weight: torch.Tensor, recipe: Recipe) -> CastWeight:
         _kept.pop(weight, None)
     if not _may_keep(weight):
         return cast_weight(weight.detach(), **recipe.cast)
-    key = (weight._version, weight.data_ptr(), weight.shape, weight.stride(), _stream(weight), *recipe.cast.values())
-    kept = _kept.get(weight)
-    if kept is None or kept.key != key:
-        kept = _kept[weight] = _Kept(key, cast_weight(weight.detach(), **recipe.cast))
-    return kept.cast
+    kept, storage = _kept.get(weight), weight.untyped_storage()
+    where = storage._cdata, weight.data_ptr(), weight.shape, weight.stride(), _stream(weight)
+    key = (weight._version, *where, recipe.amax_floor, recipe.round_scale)
+    if kept is not None and kept.key == key:
+        return kept.cast
+    made = cast_weight(weight.detach(), **recipe.cast)
+    if not torch.is_inference_mode_enabled():  # whose tensors no backward pass takes
+        _kept[weight] = _Kept(key, StorageWeakRef(storage), made)
+    return made
 
 
 def _may_keep(weight: torch.Tensor) -> bool:
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_after_step)
-    return bool(_known.setdefault(weight, False))
+    try:
+        return bool(_known[weight])
+    except KeyError:
+        _known[weight] = False
+        return False
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_) -> None:
@@ -74,14 +91,19 @@ def _drop_weights() -> None:
 
 
 def invalidate() -> None:
-    """Drop all kept casts of weights and inputs, so that the next pass casts again.
+    """Drop all kept casts of weights and inputs, so that the next pass casts again; weights' are kept again after an
+    optimiser's step.
 
     Call it after code that writes to `weight.data` between two passes of one step, to an input's `.data` between two
     layers that share it, or that writes a weight by its own kernels: none changes the tensor's version. In-place
     operations, load_state_dict and optimisers need no call, and neither do writes to `.data` between an optimiser's
-    step and the next pass, such as weight averaging or clipping.
+    step and the next pass, such as weight averaging or clipping. Afterwards, no weight has a weak reference of this
+    module, which torch.utils.swap_tensors refuses.
     """
     _drop_weights()
+    for weight, may_keep in list(_known.items()):
+        if may_keep is not None:
+            _known.pop(weight, None)
     if _last.x is not None:
         _last.forget(_last.x)
 
@@ -113,9 +135,8 @@ _last = _Last()
 
 def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
     """`cast_both` for an input [..., k], or the previous call's result for the same tensor; without `along_tokens` the
-    last two are None, as under torch.export: a program has no backward pass, and torch specialises sizes by the padded
-    stride of codes along tokens."""
-    rows, along_tokens = quantize.as_matrix(x.detach()), along_tokens and not _is_exported()
+    last two are None."""
+    rows = quantize.as_matrix(x.detach())
     if torch.compiler.is_compiling() or not _may_share(x):
         return _cast_input(rows, recipe, along_tokens)
     key = (x._version, x.data_ptr(), x.shape, _stream(x), along_tokens, recipe)
@@ -123,11 +144,6 @@ def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple
         codes = _cast_input(rows, recipe, along_tokens)
         _last.x, _last.key, _last.codes = weakref.ref(x, _last.forget), key, codes
     return _last.codes
-
-
-def _is_exported() -> bool:
-    """Whether torch.export traces without dynamo, which would trace a backward pass, too."""
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def is_cast(x: torch.Tensor) -> bool:

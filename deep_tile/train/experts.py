@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import tensors
+from deep_tile import ops, tensors
 from deep_tile.both import cast_both
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.experts import Routing, combine, silu_mul_cast_to_fp8, sort_by_expert
 from deep_tile.gated import swiglu_gradient_cast_both
+from deep_tile.gradients import once_differentiable
 from deep_tile.grouped import fp8_grouped_gemm
 from deep_tile.train.products import MainGrad, cast_backward, cast_forward, keep, main_grad_of, written_dtype
 from deep_tile.train.recipe import Recipe, check_tensors, checked_once, require
@@ -119,7 +120,7 @@ class _Experts(torch.autograd.Function):
         gate_up = _product(a, a_scale, *up, routing.offs)
         share = _share_of_rows(shares, routing)
         hidden, hidden_scale = silu_mul_cast_to_fp8(gate_up, offs=routing.offs, **recipe.cast)
-        hidden_scale.mul_(share[:, None])
+        hidden_scale = (torch.mul if ops.is_in_mode() else torch.Tensor.mul_)(hidden_scale, share[:, None])
         ones = share.new_ones(()).expand(chosen.shape)
         rows_out = _product(hidden, hidden_scale, *down, routing.offs)
         weights = *kept_up, *kept_down
@@ -130,7 +131,7 @@ class _Experts(torch.autograd.Function):
         return combine(rows_out, ones, routing.index)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         saved, recipe = _Saved(*ctx.saved_tensors), ctx.recipe
         of_x, _, of_shares, of_up, of_down, _ = ctx.needs_input_grad

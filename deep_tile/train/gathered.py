@@ -4,6 +4,8 @@ Called by users and products.py. FSDP2 asks a parameter's own class what to gath
 `fsdp_post_all_gather`. Where blocks of 128 rows lie in one rank each, codes are those that one process makes.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -99,6 +101,11 @@ class Gathered(torch.Tensor):
 
 
 torch.serialization.add_safe_globals([Shard])
+
+
+def any_gathered(weights: Iterable[torch.Tensor]) -> bool:
+    """Whether there are such weights. A compiler would lose their gradients."""
+    return any(isinstance(weight, (Shard, Gathered)) for weight in weights)
 
 
 def _takes(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ import torch
 from deep_tile import _launcher, both, dense, gated, launches, params, quantize, tensors
 from deep_tile.config import round_up
 from deep_tile.experts import SILU_MUL_CAST
+from deep_tile.gradients import once_differentiable
 from deep_tile.select import training
 from deep_tile.train import casts
 from deep_tile.train.products import product_along_tokens, written_dtype
@@ -165,8 +166,9 @@ class Joined(torch.autograd.Function):
         return results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *gradients):
-        return (_refused_twice if torch.is_grad_enabled() else _gradients)(ctx, *gradients)
+        return _gradients(ctx, *gradients)
 
 
 def _multiply(x: torch.Tensor, layers: tuple[Layer, ...], weights, biases, results) -> list[torch.Tensor]:
@@ -202,9 +204,6 @@ def _gradients(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]
         if ctx.needs_input_grad[_FIRST + count + i]:
             of_parameters[count + i] = quantize.as_matrix(dy).sum(0, dtype=torch.float32).to(ctx.dtypes[count + i])
     return dx, None, *of_parameters
-
-
-_refused_twice = torch.autograd.function.once_differentiable(_gradients)
 
 
 class Mlp(NamedTuple):
@@ -261,8 +260,9 @@ class JoinedMlp(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
-        return (_refused_mlp_twice if torch.is_grad_enabled() else _gradients_of_mlp)(ctx, dy)
+        return _gradients_of_mlp(ctx, dy)
 
 
 def _gradients_of_mlp(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -281,9 +281,6 @@ def _gradients_of_mlp(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         given = (made, kept[0], dx, dw) if i == 0 else (made, kept[0], kept[i], dx, dw)
         _launch(given, mlp, _prepare_gradients)
     return dx, None, *gradients
-
-
-_refused_mlp_twice = torch.autograd.function.once_differentiable(_gradients_of_mlp)
 
 
 def _launch(given: tuple, layer: Layer | Mlp, prepare: Callable) -> None:

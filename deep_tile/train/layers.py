@@ -45,8 +45,13 @@ _GATED = re.compile(
 
 
 class _Mlp:
-    """Mixin for a gated MLP class: the forward pass is one function while its layers are as converted. Layers with
+    """Mixin for a gated MLP class: the forward pass is one function while its layers are as converted. Modules with
     hooks, adapters in their place and DTensors are called one by one."""
+
+    def __reduce_ex__(self, protocol):
+        """Names the class that the subclass was made of: only that one is found by its name."""
+        made, (first, base, *_) = super().__reduce_ex__(max(protocol, 2)), type(self).__bases__
+        return (_copied, (base,), *made[2:]) if first is _Mlp else made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_gated(self) or is_sharded(x, self.gate_proj.weight):
@@ -58,13 +63,33 @@ class _Mlp:
 def is_gated(module: nn.Module) -> bool:
     """Whether a module has SiLU and three layers that do nothing but multiply, by one recipe."""
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    has_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    return has_silu and all(map(_is_bare, layers)) and all(layer.recipe == layers[0].recipe for layer in layers)
+    silu = getattr(module, "act_fn", None)
+    return (
+        type(silu).__name__ in ("SiLU", "SiLUActivation")
+        and all(type(layer) is Linear and layer.bias is None for layer in layers)
+        and all(map(_is_bare, (silu, *layers)))
+        and not torch.nn.modules.module._has_any_global_hook()
+        and all(_are_equal(layer.recipe, layers[0].recipe) for layer in layers[1:])
+    )
 
 
-def _is_bare(layer: nn.Module | None) -> bool:
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return type(layer) is Linear and layer.bias is None and not any(getattr(layer, name) for name in hooks)
+def _are_equal(one: Recipe, other: Recipe) -> bool:
+    return one is other or one == other  # dataclasses compare themselves field by field, too
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether a call of it is one of its class's forward alone."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_own_forward(module)
+    )
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module)
 
 
 @cache
@@ -75,6 +100,12 @@ def _with_mlp(of: type) -> type:
     except (OSError, TypeError):
         return of
     return type(of.__name__, (_Mlp, of), {"__module__": of.__module__}) if _GATED.fullmatch(text.strip()) else of
+
+
+def _copied(of: type) -> nn.Module:
+    """What a converted MLP is pickled and copied as, before its state is there."""
+    kind = _with_mlp(of)
+    return kind.__new__(kind)
 
 
 def convert(
@@ -103,17 +134,24 @@ def convert(
 
     Raises:
         TypeError: `model` is no module, `wanted` no function, or `recipe` no `Recipe`.
-        ValueError: no layer is wanted.
+        ValueError: no layer is wanted, or a wanted one has a `forward` of its own. No layer has changed.
     """
     tensors.require_module(model)
     require(recipe)
     if wanted is not None and not callable(wanted):
         raise TypeError(f"wanted is {wanted!r}; pass a function of a layer's name and the layer, or None")
     wanted = wanted or partial(_pays, tokens, eager)
-    layers = [each for name, each in model.named_modules() if type(each) is nn.Linear and wanted(name, each)]
+    layers = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and wanted(name, each)}
     if not layers:
         raise ValueError("model has no torch.nn.Linear that `wanted` accepts: check what it returns for each layer")
-    for layer in layers:
+    wrapped = [name for name, layer in layers.items() if _has_own_forward(layer)]
+    if wrapped:
+        raise ValueError(
+            f"{', '.join(wrapped[:3])}: {len(wrapped)} layers have a forward of their own, as accelerate's hooks leave "
+            "it, which a new class does not change. Convert the model before, or call "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True) first, or leave them out by wanted="
+        )
+    for layer in layers.values():
         layer.__class__ = Linear
         layer.recipe = recipe
     for module in filter(is_gated, model.modules()):

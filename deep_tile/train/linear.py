@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from deep_tile import dense, quantize
+from deep_tile.gradients import once_differentiable
 from deep_tile.train import joined
 from deep_tile.train.casts import cast_gradient, cast_shared, with_aligned_rows
+from deep_tile.train.gathered import any_gathered
 from deep_tile.train.products import WIDE, added, cast_forward, dgrad, main_grad_of, wgrad, with_leading
 from deep_tile.train.recipe import Recipe, check_tensors, checked_once, require
 
@@ -84,8 +86,12 @@ def as_tuple(name: str, given: object) -> tuple:
 
 def _linears(x, weights: tuple, biases: tuple, recipe: Recipe) -> tuple[torch.Tensor, ...]:
     require(recipe)
+    if torch.compiler.is_compiling() and any_gathered(weights):
+        return _linears_eagerly(x, weights, biases, recipe)
     layers = check_once(x, weights, biases, recipe)
     x = in_autocast_dtype(x)
+    if torch.compiler.is_exporting():
+        (x,), weights, biases = detached(x), detached(*weights), detached(*biases)
     if layers is not None and joined.trains(x, weights):
         return joined.Joined.apply(x, layers, *weights, *biases)
     wants_weights = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
@@ -93,6 +99,15 @@ def _linears(x, weights: tuple, biases: tuple, recipe: Recipe) -> tuple[torch.Te
     if any(hasattr(weight, "main_grad") for weight in weights):
         return _apply_eagerly(x, recipe, *codes, *weights, *biases)
     return _Linears.apply(x, recipe, *codes, *weights, *biases)
+
+
+_linears_eagerly = torch.compiler.disable(_linears)
+
+
+def detached(*given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Tensors for an exported program, which has no backward pass: one that is traced would tie the number of tokens to
+    the padded stride of codes along tokens."""
+    return tuple(None if x is None else x.detach() for x in given)
 
 
 def in_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +147,7 @@ class _Linears(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, *gradients):
         rows, at, at_scale, *of_weights = ctx.saved_tensors
         count, recipe, at = len(gradients), ctx.recipe, with_aligned_rows(at)
@@ -185,8 +200,6 @@ def check(x, weights, biases) -> None:
         number = f"[{i}]" if len(weights) > 1 else ""
         named |= {f"weight{number}": weight} | ({} if bias is None else {f"bias{number}": bias})
     check_tensors(dict.fromkeys(named, WIDE), **named)
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError("deep_tile.train.linear does not run under transforms of torch.func; use torch.autograd")
     if x.dim() < 1:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [..., k]")
     for name, given in named.items():

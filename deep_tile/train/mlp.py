@@ -9,13 +9,15 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from deep_tile import dense, quantize
+from deep_tile import dense, ops, quantize
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.experts import silu_mul_cast_to_fp8
 from deep_tile.gated import swiglu_gradient_cast_both
+from deep_tile.gradients import once_differentiable
 from deep_tile.train import joined
 from deep_tile.train.casts import cast_gradient, cast_shared, with_aligned_rows
-from deep_tile.train.linear import as_tuple, check_once, in_autocast_dtype, linear, linears
+from deep_tile.train.gathered import any_gathered
+from deep_tile.train.linear import as_tuple, check_once, detached, in_autocast_dtype, linear, linears
 from deep_tile.train.products import WIDE, cast_forward, dgrad, keep, main_grad_of, wgrad, with_leading
 from deep_tile.train.recipe import Recipe, check_tensors, checked_once, require
 
@@ -55,6 +57,8 @@ def mlp(
     """
     require(recipe)
     first = (w_gate_up,) if isinstance(w_gate_up, torch.Tensor) else as_tuple("w_gate_up", w_gate_up)
+    if torch.compiler.is_compiling() and any_gathered((*first, w_down)):
+        return _mlp_eagerly(x, first, w_down, recipe=recipe)
     layers = _check(x, first, w_down, recipe)
     is_fp8 = recipe.dgrad == "fp8" and recipe.wgrad != "bf16"
     if not is_fp8 or len(first) == 2 and w_down.shape[1] % SCALE_BLOCK:
@@ -62,14 +66,19 @@ def mlp(
         gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
         return linear(F.silu(gate) * up, w_down, recipe=recipe)
     x, weights = in_autocast_dtype(x), (*first, w_down)
+    if torch.compiler.is_exporting():
+        (x,), weights = detached(x), detached(*weights)
     if layers is not None and _is_joined(x, weights, recipe):
         rows = tuple(weight.shape[0] for weight in first)
         return joined.JoinedMlp.apply(x, joined.mlp_of(x.shape, rows, tuple(w_down.shape), recipe.options), *weights)
-    along_tokens = torch.is_grad_enabled() and any(weight.requires_grad for weight in first)
+    along_tokens = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights[:-1])
     codes = cast_shared(x, recipe, along_tokens=along_tokens)
     if any(hasattr(weight, "main_grad") for weight in weights):
         return _apply_eagerly(x, recipe, *codes, *weights)
     return _Mlp.apply(x, recipe, *codes, *weights)
+
+
+_mlp_eagerly = torch.compiler.disable(mlp)
 
 
 def _is_joined(x, weights: tuple, recipe: Recipe) -> bool:
@@ -92,12 +101,14 @@ class _Mlp(torch.autograd.Function):
         (a, a_scale, at, at_scale), weights = given[:4], given[4:]
         wants_x, wants_any = ctx.needs_input_grad[0], any(ctx.needs_input_grad)
         *first, last = weights
-        gate_up = torch.empty(a.shape[0], 2 * last.shape[1], dtype=torch.bfloat16, device=x.device)
-        saved = []
-        for weight, columns in zip(first, gate_up.chunk(len(first), 1), strict=True):
+        gate_up, outs = _room_of(first, a)
+        made, saved = [], []
+        for weight, out in zip(first, outs, strict=True):
             b, b_scale, kept = cast_forward(weight, recipe, wants_x)
-            dense.fp8_gemm(a, a_scale, b, b_scale, columns)
+            made.append(dense.fp8_gemm(a, a_scale, b, b_scale, out))
             saved += kept
+        if gate_up is None:
+            gate_up = made[0] if len(made) == 1 else torch.cat(made, 1)
         h, h_scale = silu_mul_cast_to_fp8(gate_up, **recipe.cast)
         b, b_scale, kept = cast_forward(last, recipe, wants_any)
         y = dense.fp8_gemm(h, h_scale, b, b_scale, out_dtype=x.dtype)
@@ -108,7 +119,7 @@ class _Mlp(torch.autograd.Function):
         return with_leading(y, x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         at, at_scale, gate_up, gate_up_scale, *of_weights = ctx.saved_tensors
         wants_x, wanted, recipe = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST:], ctx.recipe
@@ -128,6 +139,16 @@ class _Mlp(torch.autograd.Function):
                 operands = along, along_scale, with_aligned_rows(at), at_scale
                 gradients[i] = wgrad(operands, *ctx.targets[i])
         return None if dx is None else dx.view(ctx.shape), *(None,) * (_FIRST - 1), *gradients
+
+
+def _room_of(weights: list, a: torch.Tensor) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
+    """Memory for gates beside ups, and the parts that products are written to. None where there is one product, and
+    in a dispatch mode."""
+    if len(weights) == 1 or ops.is_in_mode():
+        return None, (None,) * len(weights)
+    width = sum(weight.shape[0] for weight in weights)
+    gate_up = torch.empty(a.shape[0], width, dtype=torch.bfloat16, device=a.device)
+    return gate_up, gate_up.chunk(len(weights), 1)
 
 
 def _check(x, first: tuple, w_down, recipe: Recipe) -> tuple[joined.Layer, ...] | None:

@@ -90,15 +90,13 @@ def _properties(x: torch.Tensor | None) -> tuple | None:
 
 def check_tensors(dtypes: Mapping[str, tuple[torch.dtype, ...]], **given: object) -> None:
     """Raise TypeError for a non-tensor, one that torch reads alone, or a wrong dtype; ValueError for a device that
-    differs from the first's, or a tensor without memory."""
-    device = None
+    differs from the first's, or a tensor without memory; RuntimeError under torch.func."""
+    remedy = "; deep_tile.fp8_linear takes weights that are quantised"
+    tensors.require_dtypes(dtypes, {name: remedy for name in given if name.startswith("weight")}, **given)
+    first = next(iter(given))
     for name, x in given.items():
-        if not isinstance(x, torch.Tensor) or x.dtype not in dtypes[name]:
-            seen = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes[name])
-            remedy = "; deep_tile.fp8_linear takes weights that are quantised" if name.startswith("weight") else ""
-            raise TypeError(f"{name} is {seen}; it must be a tensor of {wanted}{remedy}")
-        device = x.device if device is None else device
-        if x.device != device:
-            raise ValueError(f"{name} is on {x.device} but {next(iter(given))} is on {device}; move it there")
+        if x.device != given[first].device:
+            raise ValueError(f"{name} is on {x.device} but {first} is on {given[first].device}; move it there")
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError("deep_tile.train does not run under transforms of torch.func; use torch.autograd")
     tensors.require_dense_in_eager(**given)

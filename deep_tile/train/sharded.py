@@ -26,7 +26,7 @@ def sharded_linear(x, weight, bias, recipe: Recipe):
 
     Raises:
         TypeError: only some of x, weight and bias are DTensors.
-        ValueError: they are split in another way.
+        ValueError: they are split in another way, or on several meshes.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -34,6 +34,8 @@ def sharded_linear(x, weight, bias, recipe: Recipe):
     for name, each in given.items():
         if not isinstance(each, DTensor):
             raise TypeError(f"{name} is not a DTensor, but another argument is: distribute it as well")
+        if each.device_mesh != x.device_mesh:
+            raise ValueError(f"{name} is on {each.device_mesh}, but x on {x.device_mesh}: distribute both on one mesh")
     whole, last = Replicate(), Shard(x.dim() - 1)
     ways = {
         (Shard(0), whole): (Partial(), Shard(0), last),
@@ -50,12 +52,26 @@ def sharded_linear(x, weight, bias, recipe: Recipe):
     of_x, of_parameters, of_result = way
     added_later = bias is not None and of_result.is_partial()
     inner = None if bias is None or added_later else _local(bias, of_parameters)
-    product = linear(_local(x, of_x), _local(weight, of_parameters), inner, recipe=recipe)
+    product = _Sent.apply(linear(_local(x, of_x), _local(weight, of_parameters), inner, recipe=recipe))
     shape = torch.empty(*x.shape[:-1], weight.shape[0], device="meta")
     result = DTensor.from_local(
         product, weight.device_mesh, (of_result,), run_check=False, shape=shape.shape, stride=shape.stride()
     )
     return result + bias.to(result.dtype) if added_later else result
+
+
+class _Sent(torch.autograd.Function):
+    """A layer's result, whose gradient may still be on its way from other ranks."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        return dy.wait() if isinstance(dy, AsyncCollectiveTensor) else dy
 
 
 def _local(x, of_gradient) -> torch.Tensor:
