@@ -63,22 +63,47 @@ def einsum(
         TypeError, ValueError, RuntimeError: as `thin_gemm` and `grouped_gemm`; ValueError also for another `expr`.
             Nothing has been launched and `out` is unchanged.
     """
-    if expr not in EXPRESSIONS:
-        raise ValueError(f"expr is {expr!r}; it must be one of {', '.join(EXPRESSIONS)}, spelled so")
     _check(expr, a, b, out, out_dtype, accumulate)
-    if expr == "bmk,bnk->mn":
+    if expr == EXPRESSIONS[0]:
         return thin.thin_gemm(a, b, out, out_dtype=out_dtype, accumulate=accumulate, num_sms=num_sms, pdl=pdl)
     is_gradient = expr == "bhd,bhr->hdr"
     if out is None:
         out = a.new_empty(_shape(expr, a, b), dtype=out_dtype or (torch.float32 if is_gradient else torch.bfloat16))
     options = {"num_sms": num_sms, "pdl": pdl}
     if is_gradient:
-        for head in range(len(out)):
-            dense.gemm(a[:, head].t(), b[:, head].t(), out[head], accumulate=accumulate, **options)
+        _multiply_each(dense.gemm, _of_gradient(a, b), out, accumulate=accumulate, **options)
         return out
     weights = b.transpose(1, 2) if expr == "bhd,hdr->bhr" else b
     multiply_heads((a.transpose(0, 1), weights), out.transpose(0, 1), dense.gemm, grouped.grouped_gemm, **options)
     return out
+
+
+def check_sum(expr: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options) -> None:
+    """Raise what `einsum` would raise with accumulate=True."""
+    _check(expr, a, b, out, None, accumulate=True)
+    if expr == EXPRESSIONS[0]:
+        thin.THIN_GEMM.checked((a, b, out, None, None), thin.Options(accumulate=True, **options))
+    else:
+        _check_each(dense.gemm, _of_gradient(a, b), out, accumulate=True, **options)
+
+
+def _of_gradient(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Heads first, operands of each head's GEMM."""
+    return a.permute(1, 2, 0), b.permute(1, 2, 0)
+
+
+def _multiply_each(multiply: Callable, operands: tuple[torch.Tensor, ...], out: torch.Tensor, **options) -> None:
+    """One launch per head, none before all are checked."""
+    if not is_traced():
+        _check_each(multiply, operands, out, **{"accumulate": False} | options)
+    for head in range(len(out)):
+        multiply(*(x[head] for x in operands), out[head], **options)
+
+
+def _check_each(multiply: Callable, operands: tuple[torch.Tensor, ...], out: torch.Tensor, **options) -> None:
+    """Heads have equal strides, so that the first two lie as all do."""
+    for head in range(min(2, len(out))):
+        dense.check_sum(multiply.__name__, tuple(x[head] for x in operands), out[head], **options)
 
 
 def multiply_heads(
@@ -90,8 +115,7 @@ def multiply_heads(
     fits = _are_groups(a) and _are_groups(out)
     along_n = b.stride(-1) != 1 and b.shape[-1] % _K_BLOCK != 0
     if (not fits and a.shape[1] >= _MANY_ROWS and not is_traced()) or along_n:
-        for head in range(a.shape[0]):
-            multiply(*(x[head] for x in operands), out[head], **options)
+        _multiply_each(multiply, operands, out, **options)
         return
     into = out if _are_groups(out) else out.new_empty(out.shape)
     multiply_groups(a if _are_groups(a) else a.contiguous(), *operands[1:], out=into, **options)
@@ -121,6 +145,8 @@ def _shape(expr: str, a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
 
 def _check(expr: str, a, b, out, out_dtype: torch.dtype | None, accumulate: bool) -> None:
     """Checks that the GEMMs, which see one head, do not make."""
+    if expr not in EXPRESSIONS:
+        raise ValueError(f"expr is {expr!r}; it must be one of {', '.join(EXPRESSIONS)}, spelled so")
     require_tensors(a=a, b=b, **({} if out is None else {"out": out}))
     check_one("accumulate", accumulate)
     finishes.check_out_dtype(out_dtype)
