@@ -6,7 +6,6 @@ order (parts.py). Invariant: results repeat bit for bit; how many parts there ar
 alone.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -157,7 +156,7 @@ def precompile_thin(workers: int | None = None, *, progress: bool = False) -> in
         How many had to be compiled.
     """
     before = compilations()
-    cast.load_kernels(checks.current_gpu(), workers or os.cpu_count() or 1, parts.all_kernels(), progress)
+    cast.load_kernels(checks.current_gpu(), workers, parts.all_kernels(), progress)
     return compilations() - before
 
 

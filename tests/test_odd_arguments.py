@@ -140,7 +140,7 @@ WRONG_VALUES = [
     ("einsum", {"out": torch.zeros(5, 2, 32), "out_dtype": torch.bfloat16}, TypeError, "out_dtype is torch.bfloat16"),
     ("einsum", {"accumulate": 0}, TypeError, "accumulate is 0"),
     ("einsum", {"out": torch.zeros(5, 2, 32, requires_grad=True)}, RuntimeError, "out requires a gradient"),
-    ("einsum", {"out": torch.zeros(300).as_strided((5, 2, 32), (50, 24, 1))}, ValueError, "elements of out share memory"),
+    ("einsum", {"out": torch.zeros(300).as_strided((5, 2, 32), (50, 24, 1))}, ValueError, "elements of out share"),
     *((call, {"clean": value}, TypeError, "clean is")
       for call in ("mqa_logits", "paged_mqa_logits") for value in ("no", 0, [])),
     *((call, {"columns": value}, TypeError, "columns is")
@@ -217,7 +217,34 @@ def test_predictions_are_for_layers(sizes):
         train.predict(*sizes)
 
 
+ASKED = {
+    "explain": (64, 128, 256),
+    "explain_groups": (4, 64, 128, 256),
+    "precompile_logits": (64, 128),
+    "precompile_thin": (),
+    "precompile": ([(128, 256, 8)],),
+}
+# fmt: off
+WRONG_QUESTIONS = [
+    *(("explain", "call", value, ValueError) for value in ("", False, 0, {}, torch.zeros(2))),
+    *(("explain", name, value, ValueError) for name in ("output", "bias") for value in ([64], {}, torch.zeros(2))),
+    *(("explain", "activation", value, TypeError) for value in (["relu"], {"m": 1}, torch.zeros(2))),
+    *(("explain_groups", "kind", value, ValueError) for value in ([64], {"m": 1}, torch.zeros(2))),
+    *(("precompile_logits", "paged", value, TypeError) for value in (1, "no", [])),
+    ("precompile_logits", "out_dtype", [], ValueError),
+    *((call, "workers", value, ValueError) for call in (*ASKED,)[2:] for value in (0, -1, 2.0, "8", True)),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("call", "name", "value", "error"), WRONG_QUESTIONS, ids=str)
+def test_questions_about_calls_are_refused_by_name(call, name, value, error):
+    with pytest.raises(error, match=f"^({name} is|operands are)"):
+        getattr(deep_tile, call)(*ASKED[call], **{name: value})
+
+
 def test_sizes_may_be_numpys():
+    assert deep_tile.precompile_logits(np.uint8(64), np.int64(128), queries=np.int8(1)) == 1
     assert train.predict(np.int64(64), 64, 64) == train.predict(64, 64, 64)
     assert deep_tile.explain_groups(np.int64(8), 64, 512, 512)["why"]
 
