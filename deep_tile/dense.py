@@ -701,10 +701,10 @@ def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: Options, bias
 
 
 def check_sum(call: str, operands: Given, out: torch.Tensor, **options) -> None:
-    """Raise what `call`, a function in this module, would raise with accumulate=True, unless options say False."""
+    """Raise what `call`, a function in this module, would raise with accumulate=True."""
     product = OPERATIONS[call]
     given = (*operands, out, None)[: len(product.names)]
-    product.checked(given, Options(**{"accumulate": True} | options))
+    product.checked(given, Options(accumulate=True, **options))
 
 
 # Gradients of `gemm`.
