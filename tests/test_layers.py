@@ -177,6 +177,7 @@ WITH_TORCH = {
     "formats",
     "gated",
     "gemm_cast",
+    "gradients",
     "grouped",
     "integrations.peft",
     "integrations.torchtitan",
