@@ -134,7 +134,8 @@ def per_token_cast_to_fp8(
         counts: [g] int32, dense, for `x` [g, m, k] with at most 1024 groups: live rows per group. Otherwise
             as `offs`.
         out: [..., k] float8_e4m3fn with unit column stride, to write to; allocated when None: contiguous, or, if k is
-            not a multiple of 16, with rows at multiples of 16 bytes as GEMMs need; padding is not written.
+            not a multiple of 16, with rows at multiples of 16 bytes as GEMMs need; padding is not written. It
+            must share no memory with `x` or `scale_out`.
         scale_out: [..., k_groups] float32, to write to; `scale_layout` then means nothing. Any strides, if leading
             dimensions can be flattened as a view.
 
