@@ -824,6 +824,17 @@ def check_sizes(**sizes: object) -> None:
             raise ValueError(f"{name} is {size}; sizes must be positive")
 
 
+def as_counts(**sizes: object) -> tuple[int, ...]:
+    """Sizes as ints, since NumPy's overflow. Raises TypeError for what is no int, ValueError for what no layer has."""
+    for name, size in sizes.items():
+        number = as_int(size)
+        if number is None:
+            raise TypeError(f"{name} is {size!r}, of type {type(size).__name__}; pass an int")
+        if not 0 <= number < 2**31:
+            raise ValueError(f"{name} is {size}; pass how many there are, below 2**31")
+    return tuple(map(as_int, sizes.values()))
+
+
 MAX_ALIGNMENT = 1024
 """Largest alignment for group starts, in rows."""
 

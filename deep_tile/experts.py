@@ -54,6 +54,8 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) ->
         ValueError: `chosen` is not a matrix or has no memory, or `experts` or `alignment` is out of range.
         RuntimeError: the kernel is not loaded yet while a CUDA graph is captured; or as `per_token_cast_to_fp8`.
     """
+    if type(experts) is not int:
+        experts = as_int(experts) or experts  # of NumPy's, which would overflow; what is none is refused
     call = SORT_BY_EXPERT.trace if is_traced() else SORT_BY_EXPERT.run
     return Routing(*call((chosen, None, None, None), (experts, alignment)))
 
