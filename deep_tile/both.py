@@ -13,7 +13,6 @@ import torch
 from deep_tile import cast, launches, params, quantize, sources, tensors, transposed
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.operation import Given, Operation
-from deep_tile.ops import is_traced
 
 BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 
@@ -90,9 +89,8 @@ def cast_both(
 
     Raises as `transposed_cast_to_fp8`.
     """
-    call = CAST_BOTH.trace if is_traced() else CAST_BOTH.run
     given = x, None, None, None, None, rows, offs
-    return CastBoth(*call(given, (amax_floor, round_scale, exact, alignment, blocks)))
+    return CastBoth(*CAST_BOTH.run(given, (amax_floor, round_scale, exact, alignment, blocks)))
 
 
 def cast_weight(
@@ -117,8 +115,7 @@ def cast_weight(
 
     Raises as `per_block_cast_to_fp8`.
     """
-    call = CAST_WEIGHT.trace if is_traced() else CAST_WEIGHT.run
-    return CastWeight(*call((w, None, None, None), (amax_floor, round_scale, exact)))
+    return CastWeight(*CAST_WEIGHT.run((w, None, None, None), (amax_floor, round_scale, exact)))
 
 
 def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +132,7 @@ def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
 
     Raises as `per_block_cast_to_fp8`.
     """
-    call = TRANSPOSE_FP8.trace if is_traced() else TRANSPOSE_FP8.run
-    return call((x, None), ())
+    return TRANSPOSE_FP8.run((x, None), ())
 
 
 class BothOptions(NamedTuple):

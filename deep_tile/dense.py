@@ -452,8 +452,6 @@ def fp8_gemm(
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 k) is from the DeepSeek-V3 report, 3.3.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation)
-    if is_traced():
-        return FP8_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
     return FP8_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
@@ -510,8 +508,6 @@ def gemm(
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if getattr(b, "dtype", None) is torch.float32 and getattr(a, "dtype", None) is torch.bfloat16:
         return _multiply_wide(a, b, out, Options(*options), bias)
-    if is_traced():
-        return GEMM.trace((a, b, out, bias), options)
     return GEMM.run((a, b, out, bias), options)
 
 
@@ -551,8 +547,6 @@ def int8_gemm(
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
-    if is_traced():
-        return INT8_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
     return INT8_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
@@ -603,8 +597,6 @@ def scaled_gemm(
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, fast_accum)
-    if is_traced():
-        return SCALED_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
     return SCALED_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
@@ -642,8 +634,6 @@ def packed_gemm(
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
-    if is_traced():
-        return PACKED_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
     return PACKED_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
@@ -679,8 +669,6 @@ def fp8_wgrad(
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (None, config, num_sms, batch_invariant, pdl, False, None, accumulate, True)
-    if is_traced():
-        return FP8_WGRAD.trace((dy, dy_scale, x, x_scale, out), options)
     return FP8_WGRAD.run((dy, dy_scale, x, x_scale, out), options)
 
 

@@ -16,7 +16,6 @@ from deep_tile.codegen import StreamingKernel
 from deep_tile.config import GemmConfig
 from deep_tile.kinds import Kind
 from deep_tile.operation import Given
-from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 
 
@@ -93,8 +92,6 @@ def fp8_gemm_cast(
     The method (1x128 scales in the epilogue) is from the DeepSeek-V3 report, 3.3, which asks for such fusion.
     """
     options = (config, num_sms, batch_invariant, pdl, constant_weights, activation, amax_floor, round_scale, exact)
-    if is_traced():
-        return FP8_GEMM_CAST.trace((a, a_scale, b, b_scale, out, scale_out, bias), (*options, scale_layout))
     return FP8_GEMM_CAST.run((a, a_scale, b, b_scale, out, scale_out, bias), (*options, scale_layout))
 
 

@@ -16,7 +16,6 @@ from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.dense import FP8_KINDS, PACKED_KINDS, REFERENCES, Product, kinds_of, unpacked
 from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
 from deep_tile.operation import Given
-from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import grouped_reference
 from deep_tile.select.choose import LEAST_UNPACKED
@@ -272,8 +271,6 @@ def fp8_grouped_gemm(
     given = (a, a_scale, b, b_scale, bounds, out)
     options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
     options += (pdl, constant_weights, True)
-    if is_traced():
-        return FP8_GROUPED_GEMM.trace(given, options)
     return FP8_GROUPED_GEMM.run(given, options)
 
 
@@ -314,8 +311,6 @@ def grouped_gemm(
     given = (a, b, bounds, out)
     options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
     options += (pdl, constant_weights, True)
-    if is_traced():
-        return GROUPED_GEMM.trace(given, options)
     return GROUPED_GEMM.run(given, options)
 
 
@@ -365,8 +360,6 @@ def scaled_grouped_gemm(
     given = (a, a_scale, b, b_scale, bounds, out)
     options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
     options += (pdl, constant_weights, fast_accum)
-    if is_traced():
-        return SCALED_GROUPED_GEMM.trace(given, options)
     return SCALED_GROUPED_GEMM.run(given, options)
 
 
@@ -404,8 +397,6 @@ def packed_grouped_gemm(
     given = (a, a_scale, b, b_scale, bounds, out)
     options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
     options += (pdl, False, True)
-    if is_traced():
-        return PACKED_GROUPED_GEMM.trace(given, options)
     return PACKED_GROUPED_GEMM.run(given, options)
 
 

@@ -17,6 +17,7 @@ from torch import is_grad_enabled
 
 from deep_tile import _launcher, launches, ops, tensors
 from deep_tile.kinds import Kind
+from deep_tile.ops import is_traced
 from deep_tile.options import check as check_options
 from deep_tile.select.hardware import Hardware
 from deep_tile.select.streaming import Prediction
@@ -184,11 +185,9 @@ class Operation(ops.Op):
     # Derived from the description.
 
     def run(self, given: Given, options: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """A call outside tracing.
-
-        Args:
-            options: equal to an `Options`.
-        """
+        """A call; `options` equal an `Options`."""
+        if is_traced():
+            return self.trace(given, options)
         asked = given
         try:
             if is_grad_enabled():

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from deep_tile import _launcher, cast, launches, ops, sources, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.operation import Given, Operation
-from deep_tile.ops import DEFAULT_SCALE_LAYOUT, SMALLEST_AMAX_FLOOR, is_traced
+from deep_tile.ops import DEFAULT_SCALE_LAYOUT, SMALLEST_AMAX_FLOOR
 from deep_tile.options import check_one
 from deep_tile.params import Place, places
 
@@ -156,11 +156,7 @@ def per_token_cast_to_fp8(
     """
     options = (amax_floor, round_scale, exact, scale_layout)
     if rows is None and offs is None and counts is None:
-        if is_traced():
-            return TOKEN_CAST.trace((x, out, scale_out), options)
         return TOKEN_CAST.run((x, out, scale_out), options)
-    if is_traced():
-        return ROWS_CAST.trace((x, out, scale_out, rows, offs, counts), options)
     return ROWS_CAST.run((x, out, scale_out, rows, offs, counts), options)
 
 
@@ -194,8 +190,6 @@ def per_block_cast_to_fp8(
         TypeError: as `per_token_cast_to_fp8`, except that `w` may require a gradient.
         ValueError: `w` is not 2-D; and as `per_token_cast_to_fp8`.
     """
-    if is_traced():
-        return BLOCK_CAST.trace((w, out, scale_out), (amax_floor, round_scale, exact))
     return BLOCK_CAST.run((w, out, scale_out), (amax_floor, round_scale, exact))
 
 

@@ -16,7 +16,6 @@ from deep_tile import cast, checks, finishes, launches, ops, params, parts, tens
 from deep_tile.config import ceil_div, round_up
 from deep_tile.jit import compilations
 from deep_tile.operation import Given, Operation
-from deep_tile.ops import is_traced
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import Prediction
 
@@ -77,8 +76,7 @@ def thin_gemm(
     performance", 2022.
     """
     options = (out_dtype, terms, accumulate, batch_invariant, pdl, None, num_sms)
-    call = THIN_GEMM.trace if is_traced() else THIN_GEMM.run
-    return call((a, b, out, None, None), options)
+    return THIN_GEMM.run((a, b, out, None, None), options)
 
 
 def prenorm_gemm(
@@ -112,8 +110,7 @@ def prenorm_gemm(
     Raises as `fp8_gemm`. Nothing has been launched, and both are untouched.
     """
     options = (None, 3, False, False, pdl, num_splits, num_sms)
-    call = PRENORM_GEMM.trace if is_traced() else PRENORM_GEMM.run
-    return call((a, b, out, sqr_sum, None, None, None), options)
+    return PRENORM_GEMM.run((a, b, out, sqr_sum, None, None, None), options)
 
 
 def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:

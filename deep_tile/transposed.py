@@ -12,7 +12,6 @@ import torch
 from deep_tile import cast, launches, quantize, sources, tensors
 from deep_tile.config import SCALE_BLOCK, check_alignment
 from deep_tile.operation import Given
-from deep_tile.ops import is_traced
 
 
 class CastOptions(NamedTuple):
@@ -70,8 +69,6 @@ def transposed_cast_to_fp8(
             `alignment` is out of range.
     """
     options = (amax_floor, round_scale, exact, scale_layout, alignment)
-    if is_traced():
-        return TRANSPOSED_CAST.trace((x, out, scale_out, rows, offs), options)
     return TRANSPOSED_CAST.run((x, out, scale_out, rows, offs), options)
 
 

@@ -13,6 +13,7 @@ from deep_tile.codegen import StreamingKernel
 from deep_tile.config import SCALE_BLOCK, UNIT_ROWS, ceil_div
 from deep_tile.kinds import PACKED, Kind
 from deep_tile.operation import Given, Operation
+from deep_tile.ops import is_traced
 from deep_tile.params import places
 from deep_tile.quantize import FP8_DTYPE
 from deep_tile.select import choose
@@ -35,6 +36,8 @@ class Unpacking(Operation):
         return [cast.UNPACK[kind.name]]
 
     def run(self, given: Given, options: tuple) -> torch.Tensor:
+        if is_traced():
+            return self.trace(given, options)
         a, b = given[0], given[2]
         records = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
         if not _is_large(a) or records or self.Options(*options).config is not None:

@@ -13,7 +13,6 @@ from deep_tile import checks, dense, finishes, grouped, launches, ops, params, p
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
 from deep_tile.kinds import Kind
 from deep_tile.operation import Given
-from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import fp8_grouped_wgrad_reference
 
@@ -76,8 +75,6 @@ def fp8_grouped_wgrad(
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (accumulate, alignment, expected_tokens, config, num_sms, pdl)
-    if is_traced():
-        return FP8_GROUPED_WGRAD.trace((dy, dy_scale, x, x_scale, offs, out), options)
     return FP8_GROUPED_WGRAD.run((dy, dy_scale, x, x_scale, offs, out), options)
 
 

@@ -9,6 +9,7 @@ ValueError with the wall that is hit and by how much.
     attention_candidates(...), convolution_candidates(...): every tile that these choose from
 """
 
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -44,7 +45,8 @@ TILE_WIDTH = 16
 """Most output pixels per row in a convolution tile."""
 
 
-class Attention(NamedTuple):
+@dataclass(frozen=True)
+class Attention:
     """A fused attention tile: one query block against a stream of key and value blocks.
 
     Attributes:
@@ -78,7 +80,8 @@ class Attention(NamedTuple):
     bound: str
 
 
-class Convolution(NamedTuple):
+@dataclass(frozen=True)
+class Convolution:
     """A convolution tile as an implicit GEMM: m = batch x output pixels, n = filters, k = window x channels.
 
     Attributes:

@@ -256,7 +256,7 @@ def as_data(explained: Explained) -> dict[str, Any]:
 
 
 def _candidate_data(kernel: KernelClass, tile: Tile) -> dict[str, Any]:
-    own = {name: value for name, value in tile._asdict().items() if name not in ("walls", "reasons")}
+    own = {name: value for name, value in vars(tile).items() if name not in ("walls", "reasons")}
     hit = [wall.reason for wall in walls_hit(tile.walls)]
     return {"name": kernel.name(tile), **own, "intensity": tile.intensity, "stages": tile.stages, "hit": hit}
 
