@@ -38,12 +38,12 @@ def configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
 
 
 def cast_configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
-    """Every config that such products need, together or apart, for some m in [1, max_m]."""
+    """The same for products with an FP8 result, cast in the kernel or apart."""
     return choose.cast_configs_for(of_all, max_m, tuned.configs(of_all.num_sms))
 
 
 def unpacked_configs_for(of_all: GemmProblem, max_m: int) -> set[GemmConfig]:
-    """Every config that products of a packed weight, of some m in [1, max_m], are given where it is unpacked first."""
+    """The same for products of a packed weight where it is unpacked first."""
     rows = range(choose.LEAST_UNPACKED, max_m + 64, 64)
     problems = (choose.bucketed(of_all._replace(m=m)) for m in rows)
     return {config_for(choose.in_fp8(problem)) for problem in problems if choose.unpacks(problem)}
@@ -234,11 +234,8 @@ def _kernel_for(problem: GemmProblem, config: GemmConfig, device: int) -> _launc
 
 
 def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_b: bool, b_scale: int = 0) -> bytes:
-    """The kernel's parameters except tensor maps and addresses.
-
-    Raises:
-        ValueError: a size or stride that the kernel cannot express.
-    """
+    """The kernel's parameters except tensor maps and addresses. Raises ValueError for a size or stride that it cannot
+    express."""
     m, n, k = problem.m, problem.n, problem.k
     groups = layout.groups
     _check_tiles(problem, config)
@@ -313,7 +310,7 @@ def scale_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def _check_scale(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Check the offsets that kernels reach, over the last `len(shape)` dimensions."""
+    """Over the last `len(shape)` dimensions."""
     strides = strides[-len(shape) :]
     if min(strides) < 0 or scale_reach(shape, strides) > MAX_SCALE_REACH:
         raise ValueError(
@@ -323,12 +320,8 @@ def _check_scale(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) ->
 
 
 def bulk_scale_rows(rows: int, strides: tuple[int, int], aligned: bool) -> int:
-    """Rows whose scales a bulk copy can take: all if M-major with columns at multiples of 16 bytes, else 0.
-
-    Args:
-        strides: the scale's, per row and per block.
-        aligned: whether it is 16-byte aligned.
-    """
+    """Rows whose scales, with strides per row and block, a bulk copy can take: all if M-major and 16-byte aligned, with
+    columns at multiples of 16 bytes, else 0."""
     stride_row, stride_k = strides
     return rows if aligned and stride_row == 1 and stride_k % 4 == 0 else 0
 
@@ -446,9 +439,7 @@ def span_tail_rows(rows: int, box_rows: int) -> int:
 
 
 def tail_rows(rows: int, tile_rows: int, sharers: int) -> int:
-    """TMA box rows in the last tile, or 0 if it is full.
-
-    Blocks that share it each fetch a part that starts at a multiple of 8 rows, the swizzle's period.
-    """
+    """TMA box rows in the last tile, or 0 if it is full. Blocks that share it each fetch a part that starts at a
+    multiple of 8 rows, the swizzle's period."""
     left = rows % tile_rows
     return left if sharers == 1 else round_up(ceil_div(left, sharers), 8)

@@ -21,6 +21,10 @@ SOURCE = 'extern "C" __global__ void answer(int* out) { *out = 42; }'
 CUBIN = b"\x7fELF and so on"
 
 
+def is_packaged(source: str) -> bool:
+    return jit._packaged_cubin(jit.identity(source)) is not None
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Packaged kernels of this test alone."""
@@ -31,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_checkout_brings_no_kernels():
     assert packaged.contents() is None
-    assert not jit.is_packaged(kernel_source(GemmConfig(64, 64, 4)))
+    assert not is_packaged(kernel_source(GemmConfig(64, 64, 4)))
 
 
 def test_packaged_kernel_comes_before_cache_and_compiler(folder):
@@ -46,7 +50,7 @@ def test_packaged_kernel_comes_before_cache_and_compiler(folder):
 def test_other_sources_are_compiled(folder):
     packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
     other = SOURCE.replace("42", "43")
-    assert not jit.is_packaged(other)
+    assert not is_packaged(other)
     assert jit.load_cubin(other, "answer").startswith(b"\x7fELF\x02")
 
 
@@ -54,14 +58,14 @@ def test_damaged_kernel_is_compiled(folder):
     packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
     (entry,) = folder.glob("*.cubin")
     entry.write_bytes(entry.read_bytes()[:-1] + b"!")
-    assert not jit.is_packaged(SOURCE)
+    assert not is_packaged(SOURCE)
     assert jit.load_cubin(SOURCE, "answer").startswith(b"\x7fELF\x02")
 
 
 def test_a_variable_ignores_them(folder, monkeypatch):
     packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
     monkeypatch.setattr(settings, "packaged_kernels", lambda: False)
-    assert not jit.is_packaged(SOURCE)
+    assert not is_packaged(SOURCE)
     assert jit.cache_info().packaged is None
     assert jit.load_cubin(SOURCE, "answer") != CUBIN
 
@@ -70,7 +74,7 @@ def test_a_variable_ignores_them(folder, monkeypatch):
 def test_drivers_of_an_older_cuda_get_kernels_of_their_own_compiler(folder, monkeypatch, call, driver, serve):
     packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
     monkeypatch.setattr(_launcher, "driver_version", lambda: driver)
-    assert jit.is_packaged(SOURCE) == serve
+    assert is_packaged(SOURCE) == serve
     assert (jit.load_cubin(SOURCE, "answer") == CUBIN) == serve
     seen = call("doctor", "--json")[1]
     assert ("the driver is older than CUDA 13, so kernels are compiled here" in seen) != serve
@@ -142,7 +146,7 @@ def test_kernels_of_another_nvrtc_serve(folder, monkeypatch, capsys):
     assert packaged.contents() == packaged.Contents("13.5.37", 1, len(made.cubin))
     before = jit.compilations()
     assert jit.load_cubin(SOURCE, "answer") == sass.quicken_promotion(made.cubin)
-    assert jit.compilations() == before and not jit.is_packaged(other)
+    assert jit.compilations() == before and not is_packaged(other)
 
 
 def test_wheels_are_tried_for_every_kernel_that_is_packed():

@@ -41,7 +41,7 @@ def is_explained(operation: Operation) -> bool:
 def derivation(
     sizes: dict[str, int], gpu: Hardware, num_sms: int | None, *, call: str | None = None, **made
 ) -> Derivation | Answer:
-    """The facts behind `explain`; `made` are its other keywords, if they are given."""
+    """`calls.derivation`, for keywords that are given."""
     num_sms = gpu.num_sms if num_sms is None else num_sms
     check_sizes(**sizes, num_sms=num_sms)
     sizes, num_sms = {name: int(size) for name, size in sizes.items()}, int(num_sms)  # NumPy's would overflow

@@ -3,9 +3,6 @@
 Called by report.py (`explain`) and by users. Formulas come from walls.py, legal tiles from config.py, times and choice
 from select/; this module only explains them. Pure functions: no GPU, no torch. Invariant: `derive`'s first candidate is
 the config that `choose.choose` gives the problem.
-
-Kernels other than GEMM have similar functions: `derive_elementwise`, `derive_reduction`, `derive_attention`,
-`derive_convolution`.
 """
 
 from math import gcd
@@ -48,8 +45,7 @@ class Tile(NamedTuple):
     """One tile before the walls, whatever the problem.
 
     Attributes:
-        block_m, block_n, block_k: elements; block_k per stage.
-        dtype: the operands'. stages: pipeline depth.
+        block_k: elements per stage.
         accumulators, temporaries: registers per math thread, for the tile and for a K block before promotion.
         stage_bytes, smem_bytes: shared memory per stage and in total.
         stages_max, stages_min: by capacity and by latency.
@@ -128,7 +124,6 @@ def derive(
 
     Args:
         problem: m, n, k and the SMs to use, at most the hardware's.
-        hardware: see `hardware.for_device`.
         dtype: the operands', in place of the problem's kind.
         tuned: `tune`'s results on this machine for this SM count, `select.tuned.configs`.
 
@@ -174,7 +169,7 @@ def fitting(
 
 
 def _passing(made: Tile) -> Tile:
-    """The tile itself. Raises ValueError where it hits a wall: by how much."""
+    """The tile itself. Raises ValueError where it hits a wall."""
     hit = [wall.reason for wall in walls_hit(made.walls)]
     if hit:
         raise ValueError(f"tile {made.block_m}x{made.block_n}x{made.block_k} of {made.dtype}: {'; '.join(hit)}")
@@ -212,8 +207,6 @@ def tile(
     """Any tile before the walls, also one that no kernel here has.
 
     Args:
-        block_m, block_n, block_k: elements.
-        dtype: of the operands.
         math_warpgroups: that share the tile; by default one for 64 rows, else two.
         temporaries: registers per thread for sums that are scaled before they are added.
         scale_bytes: per stage.

@@ -132,13 +132,8 @@ def derive_elementwise(
 def elementwise_candidates(
     elements: int, read_bytes: float, write_bytes: float, hardware: Hardware = H200, *, warps: int = 8
 ) -> list[Elementwise]:
-    """Candidates for `derive_elementwise`, with its arguments: one per entry in `UNROLLS`.
-
-    The first is chosen that has enough bytes in flight, or with twice as many loads would leave SMs idle.
-
-    Raises:
-        ValueError: a size is not positive.
-    """
+    """Candidates for `derive_elementwise`, one per entry in `UNROLLS`. The first is chosen that has enough bytes in
+    flight, or with twice as many loads would leave SMs idle. Raises ValueError for a size that is not positive."""
     check_positive(elements=elements, read_bytes=read_bytes, warps=warps)
     check_not_negative(write_bytes=write_bytes)
     return [_elementwise(elements, read_bytes, write_bytes, hardware, warps, unroll) for unroll in UNROLLS]
@@ -200,14 +195,8 @@ def derive_reduction(
 def reduction_candidates(
     rows: int, columns: int, read_bytes: float, write_bytes: float, hardware: Hardware = H200
 ) -> list[Reduction]:
-    """Candidates for `derive_reduction`, with its arguments: a row shared by ever more threads, until each has one
-    load.
-
-    The choice is the first that keeps its row in registers, else the last, which reads it twice.
-
-    Raises:
-        ValueError: a size is not positive.
-    """
+    """Candidates for `derive_reduction`: a row shared by ever more threads, until each has one load. The first is
+    chosen that keeps its row in registers, else the last. Raises ValueError for a size that is not positive."""
     return list(_reductions(rows, columns, read_bytes, write_bytes, hardware))
 
 

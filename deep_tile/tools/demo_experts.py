@@ -54,7 +54,6 @@ SMALL, FEW_TOKENS = Sizes(8, 2, 256, 128), 40
 
 
 def demo_without_gpu(reason: str) -> tuple[int, str]:
-    """Returns the exit code and a summary."""
     console = new_console()
     console.print(f"No Hopper GPU to run on ({reason}).")
     console.print(
@@ -76,14 +75,13 @@ def demo_without_gpu(reason: str) -> tuple[int, str]:
 
 
 def _config(tokens: int, n: int, k: int) -> plan.GemmConfig:
-    """The config for a GEMM on an H200."""
+    """On an H200."""
     rows = tokens * QWEN3_30B.top_k
     groups = Groups("offs", QWEN3_30B.experts, ceil_div(rows, QWEN3_30B.experts))
     return plan.config_for(GemmProblem(rows, n, k, groups=groups))
 
 
 def demo_on_gpu(reason: str) -> tuple[int, str]:
-    """Returns the exit code and a summary."""
     import torch
 
     from deep_tile.tools import timing

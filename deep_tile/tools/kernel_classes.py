@@ -50,13 +50,11 @@ class KernelClass(NamedTuple):
     """A kernel class that `explain` takes instead of MxNxK.
 
     Attributes:
-        text: for --help.
         arguments: argparse options by parameter name of `derive`.
         derive, candidates: the choice, and everything it is chosen from.
         unit, name: what a candidate is, for the table's head, and a candidate's name.
         columns: table columns beside the common ones.
         walls: names of a candidate's walls, in order.
-        caption: the table's.
         why: the rule behind the choice, printed after its name.
         ranked: whether the best candidates come first; otherwise all are shown.
         rate: the dtype of --tflops; None: --dtype.
@@ -202,7 +200,6 @@ CLASSES = {
 
 
 def add_arguments(command: argparse.ArgumentParser, name: str) -> None:
-    """Add one class's arguments to its parser, which then runs `explain_class`."""
     kernel = CLASSES[name]
     for argument, options in kernel.arguments.items():
         command.add_argument(f"--{argument.replace('_', '-')}", **options)
@@ -228,8 +225,6 @@ def explain_class(options: argparse.Namespace) -> int:
 
 
 class Explained(NamedTuple):
-    """Class, hardware, arguments and answer."""
-
     name: str
     asked: dict[str, Any]
     hardware: Hardware
@@ -270,7 +265,6 @@ def why(explained: Explained) -> str:
 
 
 def show(explained: Explained, console: Console, most: int | None) -> None:
-    """Print it; `most` candidates at most, None: all."""
     gpu, choice = explained.hardware, explained.choice
     asked = ", ".join(
         f"{name} = {value:g}" if isinstance(value, float) else f"{name} = {value}"
