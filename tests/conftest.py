@@ -3,6 +3,7 @@
 import functools
 import os
 import pickle
+import random
 from collections import Counter
 
 import changes
@@ -19,6 +20,8 @@ HOPPER = (9, 0)
 COMPILING = ("test_codegen", "test_compilers")
 
 FEWER = 4
+
+SEED = "DEEP_TILE_TEST_SEED"
 
 
 @functools.cache
@@ -51,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[changes.VARIABLE] = changes.EVERYTHING
     elif changes.VARIABLE not in os.environ:  # for all processes
         os.environ[changes.VARIABLE] = changes.base_commit()
+    if SEED not in os.environ:  # for all processes, too
+        os.environ[SEED] = "0" if missing_hopper() else str(random.getrandbits(31))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -70,13 +75,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=unchanged)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip where there is no Hopper GPU. A test's numbers depend on its name and SEED, on nothing that ran before."""
+    random.seed(f"{os.environ[SEED]} {item.nodeid}")
+    torch.manual_seed(random.getrandbits(63))
     if item.get_closest_marker("gpu") and (reason := missing_hopper()):
         pytest.skip(reason)
 
 
-def pytest_report_header() -> str:
-    return changes.told()
+def pytest_report_header() -> list[str]:
+    return [changes.told(), f"random numbers are those of {SEED}={os.environ[SEED]}"]
 
 
 @pytest.hookimpl(optionalhook=True)

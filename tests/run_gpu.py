@@ -42,7 +42,7 @@ COUNTS = (
 
 sys.path.append(str(ROOT))  # for benchmarks; appended, so that an installed deep_tile still comes first
 
-from conftest import missing_hopper  # noqa: E402
+from conftest import SEED, missing_hopper  # noqa: E402
 
 from benchmarks import store  # noqa: E402
 from benchmarks.timing import describe_run  # noqa: E402
@@ -85,6 +85,7 @@ def run_tests(tests: Path = TESTS) -> dict[str, Any]:
         "ok": status == pytest.ExitCode.OK and tally.passed > 0,
         "result": ", ".join(f"{count} {name}" for name, count in counts.items()),
         **counts,
+        "seed": os.environ[SEED],
         "failures": sorted(tally.failed),
         "skips": tally.skipped,
         "seconds": round(time.perf_counter() - start, 1),

@@ -63,6 +63,7 @@ def outcomes(tmp_path_factory) -> dict[str, dict]:
 def test_outcomes_are_counted(outcomes):
     outcome = outcomes["outcomes"]
     assert (outcome["ok"], outcome["passed"], outcome["failed"], outcome["skipped"]) == (False, 1, 3, 1)
+    assert outcome["seed"].isdigit()
     assert [name.split("::")[1] for name in outcome["failures"]] == [
         "test_without_fixture",
         "test_wrong",

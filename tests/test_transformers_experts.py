@@ -129,6 +129,13 @@ def in_turn(layer, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor)
     return out
 
 
+def agree(out: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether tokens agree: most to the rounding of BF16, each to that of FP8. A sum in another order can round the
+    largest hidden number of a token to another BF16; its codes all differ then, by 0.056 at most in 2,100 draws."""
+    errors = sorted(relative_error(*token) for token in zip(out, expected, strict=True))
+    return errors[-1] < 0.1 and errors[(len(errors) - 1) // 2] < (0.005 if len(errors) > 4 else 0.1)
+
+
 def wide(layer, name: str) -> torch.Tensor:
     """Weights of a layer in FP32."""
     weight = getattr(layer, name).detach()
@@ -155,7 +162,7 @@ def test_a_layer(installed, device, implementation, config):  # noqa: F811
         given = routed(tokens, device)
         out = layer(*given)
         assert (out.dtype, out.shape) == (torch.bfloat16, (tokens, HIDDEN))
-        assert relative_error(out, in_turn(layer, *given)) < 0.02
+        assert agree(out, in_turn(layer, *given))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -165,7 +172,7 @@ def test_a_layer_of_other_dtypes(installed, device, dtype):  # noqa: F811
     layer = make_layer(device)
     given = routed(9, device, dtype)
     out = layer(*given)
-    assert out.dtype == dtype and relative_error(out, in_turn(layer, *given)) < 0.02
+    assert out.dtype == dtype and agree(out, in_turn(layer, *given))
 
 
 @DEVICES
@@ -176,7 +183,7 @@ def test_experts_of_other_processes_add_nothing(installed, device):  # noqa: F81
     x, chosen, weights = routed(37, device)
     chosen[::2, 0], chosen[1] = EXPERTS, EXPERTS
     out = layer(x, chosen, weights)
-    assert not out[1].any() and relative_error(out, in_turn(layer, x, chosen, weights)) < 0.02
+    assert not out[1].any() and agree(out, in_turn(layer, x, chosen, weights))
 
 
 @DEVICES
@@ -207,7 +214,7 @@ def test_a_layer_waits_for_nothing(installed):  # noqa: F811
             buffer.copy_(values)
         given[1][:20] = torch.tensor([3, 5], device="cuda")  # many rows of two experts
         graph.replay()
-        assert relative_error(out, in_turn(layer, *given)) < 0.02
+        assert agree(out, in_turn(layer, *given))
 
 
 # ---- what goes on as before
@@ -397,7 +404,7 @@ def test_layers_are_re_based(installed, device, block):  # noqa: F811
         assert relative_error(model.linear(x), expected) < 3e-3
         _, chosen, weights = routed(5, device)
         out = model.experts(x, chosen, weights)
-    assert relative_error(out, in_turn(model.experts, x, chosen, weights)) < 0.02
+    assert agree(out, in_turn(model.experts, x, chosen, weights))
 
 
 @DEVICES

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from test_transformers_experts import fill, in_turn, make_layer, routed
+from test_transformers_experts import agree, fill, in_turn, make_layer, routed
 
 from deep_tile import nn
 from deep_tile.integrations import transformers as integration
-from deep_tile.reference import relative_error
 
 
 def in_fp4(device="cpu", **config):
@@ -31,7 +30,7 @@ def test_experts_in_fp4_are_packed(device):
     assert type(packed) is nn.PackedExperts and packed.gating == {"limit": None, "alpha": 1.0, "beta": 0.0}
     integration.rebase(layer)
     given = routed(7, device)
-    assert relative_error(packed(*given), in_turn(layer, *given)) < 0.02
+    assert agree(packed(*given), in_turn(layer, *given))
 
 
 def test_other_experts_stay():
