@@ -1,9 +1,8 @@
 """Casts to FP8 along both dimensions in one read, and FP8 transposes: operands for a linear layer's gradients.
 
-Called by users and train. A layer multiplies its input along k and, for the weight's gradient, along tokens; the weight
-along k and, for the input's gradient, along n. Each cast here makes both operands at once. On a Hopper GPU a kernel in
-both.cuh does it, elsewhere two separate casts. Invariant: every result equals the separate casts, and torch's
-transpose, bit for bit.
+A layer multiplies its input along k and, for the weight's gradient, along tokens; the weight along k and, for the
+input's gradient, along n. Each cast here makes both operands at once. On a Hopper GPU a kernel in both.cuh does it,
+elsewhere two separate casts. Invariant: every result equals the separate casts, and torch's transpose, bit for bit.
 """
 
 from typing import NamedTuple
@@ -286,7 +285,6 @@ def empty_scale(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def along_numbers(a: torch.Tensor, a_scale: torch.Tensor) -> dict[str, int]:
-    """Of what is cast along the rows."""
     scale_row, scale_column = a_scale.stride()
     strides = {"row_scale_stride_row": scale_row, "row_scale_stride_column": scale_column}
     return {"row_out_stride": a.stride(0), **strides}

@@ -1,6 +1,6 @@
 """Checks that products share: operands, scales, strides, the GPU, a config that is forced.
 
-Called by the operations. Each error says what was seen and what to do; the operation describes what a call must be.
+Each error says what was seen and what to do; the operation describes what a call must be.
 """
 
 import math
@@ -128,7 +128,6 @@ def check_devices(a, **others: torch.Tensor | None) -> None:
 
 
 def check_scale_shapes(a, a_scale, b, b_scale) -> None:
-    """Check block scale shapes."""
     (m, k), n = a.shape, b.shape[0]
     k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
     for name, x, scale, wanted, meaning in (
@@ -144,7 +143,6 @@ def check_scale_shapes(a, a_scale, b, b_scale) -> None:
 
 
 def refuse(problem: str | None) -> None:
-    """Raise ValueError where there is a problem."""
     if problem:
         raise ValueError(problem)
 

@@ -114,7 +114,6 @@ extern "C" __global__ void __launch_bounds__(config.threads, 1)
 
 
 def _fields(config: GemmConfig) -> str:
-    """The kernel's GemmConfig, as an initializer."""
     return "{" + ", ".join(f".{name} = {_literal(name, getattr(config, name))}" for name in _FIELDS) + "}"
 
 
@@ -365,7 +364,6 @@ _MOST_COLUMNS = 192
 
 
 def thin_source(kernel: ThinKernel) -> str:
-    """CUDA C++ for kernel `kernel.name`, self-contained."""
     columns = kernel.block_n * (kernel.terms if kernel.side_by_side else 1)
     fields = ("block_m", "block_n", "terms", "stages", "splits", "squares")
     values = ", ".join(_literal(name, getattr(kernel, name)) for name in fields)

@@ -274,7 +274,6 @@ class GemmConfig:
 
     @property
     def product(self) -> Kind:
-        """The kind's row in `kinds.EVERY_KIND`."""
         return EVERY_KIND[self.kind]
 
     @property
@@ -348,12 +347,10 @@ class GemmConfig:
 
     @property
     def k_bytes(self) -> int:
-        """K bytes per stage and operand row."""
         return self.scale_blocks * K_BLOCK_BYTES
 
     @property
     def mma_k(self) -> int:
-        """K elements per WGMMA."""
         return MMA_K_BYTES // self.product.a.bytes
 
     @property
@@ -604,12 +601,10 @@ class GemmConfig:
 
     @property
     def out_columns_per_part(self) -> int:
-        """`out` columns per tile that each block in the cluster stores."""
         return self.columns_per_part // self.columns_per_output
 
     @property
     def out_chunk_columns(self) -> int:
-        """`out` columns per WGMMA."""
         return self.mma_n // self.columns_per_output
 
     # Scales and output boxes.
@@ -670,7 +665,6 @@ class GemmConfig:
 
     @property
     def b_scale_columns(self) -> int:
-        """Columns per b-scale slot."""
         if self.column_scales:
             return 1
         return self.column_group if self.column_shifts == 1 else SCALE_BLOCK
@@ -722,7 +716,6 @@ class GemmConfig:
 
     @property
     def boxes(self) -> int:
-        """Per math warpgroup and tile."""
         return self.chunks_m * ceil_div(self.out_columns_per_part, self.store_columns)
 
     @property
@@ -787,7 +780,6 @@ _FIELDS = {field.name: field.type for field in fields(GemmConfig) if field.type 
 
 
 def as_int(number: object) -> int | None:
-    """`number` as an int, if it is one and no bool; NumPy's are ints, too."""
     if type(number) is int:  # asked first: under torch.compile, operator.index ties the graph to the number
         return number
     if number is None or isinstance(number, bool):

@@ -1,8 +1,8 @@
 """MoE kernels around the two grouped GEMMs: sorting tokens by expert, the gated activation, combining results.
 
-Called by users. Activation and FP8 cast are one kernel on the casts' code (quantize.py), so each element is read once
-and nothing wide is written between the GEMMs. Live rows and indices are read on the device: no call waits for the host,
-and CUDA graphs can capture all.
+Activation and FP8 cast are one kernel on the casts' code (quantize.py), so each element is read once and nothing wide
+is written between the GEMMs. Live rows and indices are read on the device: no call waits for the host, and CUDA graphs
+can capture all.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,9 @@
 """SwiGLU's gradient, cast to FP8 along both dimensions, and the forward activation, cast along tokens.
 
-Called by users and train. Between an MLP's GEMMs stands h = silu(gate) * up. The forward pass needs h cast along f,
-which `silu_mul_cast_to_fp8` makes; the backward pass needs the gradients of gate and up cast along f and along tokens,
-and h cast along tokens. This module makes all in one read: on a Hopper GPU by gated.cuh's kernel if f is a multiple of
-128, else by torch and separate casts.
+Between an MLP's GEMMs stands h = silu(gate) * up. The forward pass needs h cast along f, which `silu_mul_cast_to_fp8`
+makes; the backward pass needs the gradients of gate and up cast along f and along tokens, and h cast along tokens. This
+module makes all in one read: on a Hopper GPU by gated.cuh's kernel if f is a multiple of 128, else by torch and
+separate casts.
 """
 
 from typing import NamedTuple

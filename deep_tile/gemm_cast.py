@@ -1,9 +1,9 @@
 """GEMM with an FP8 result for the next GEMM: one fused kernel, or two if they are faster.
 
-Called by users. The fused kernel applies the epilogue, scales by the tile's own maxima and rounds in registers: no
-other result is written. Its tiles must hold all 128 columns of a scale, too wide for small m; the selector predicts
-when a BF16 GEMM plus a cast is faster. Invariant: the result equals `fp8_gemm` then `per_token_cast_to_fp8`, bit for
-bit if both are batch invariant.
+The fused kernel applies the epilogue, scales by the tile's own maxima and rounds in registers: no other result is
+written. Its tiles must hold all 128 columns of a scale, too wide for small m; the selector predicts when a BF16 GEMM
+plus a cast is faster. Invariant: the result equals `fp8_gemm` then `per_token_cast_to_fp8`, bit for bit if both are
+batch invariant.
 """
 
 from collections.abc import Iterable
@@ -35,12 +35,10 @@ class Options(NamedTuple):
 
     @property
     def product(self) -> dense.Options:
-        """Options for the GEMM alone."""
         return dense.Options(None, *self[:6])
 
     @property
     def cast(self) -> quantize.Options:
-        """Options for the cast alone."""
         return quantize.Options(quantize.TOKEN_BLOCK[0], *self[6:9])
 
 
@@ -103,7 +101,6 @@ class ProductCast(dense.Dense):
         self.in_turn: launches.Table = {}  # calls known to take two launches, which have no tables here
 
     def product(self, given: Given) -> Given:
-        """Tensors for the BF16 `fp8_gemm`."""
         return *given[:4], None, given[6]
 
     def results(self, kind: Kind) -> tuple[torch.dtype, ...]:

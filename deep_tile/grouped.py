@@ -1,8 +1,8 @@
 """Grouped GEMMs (MoE): each row group is multiplied by its own matrix.
 
-Called by users and integrations. One launch multiplies all groups. Group bounds are read on the device, so nothing
-waits for the host and one CUDA graph serves every distribution. Invariant: rows outside all groups are not written, and
-invalid bounds never cause out-of-bounds access.
+One launch multiplies all groups. Group bounds are read on the device, so nothing waits for the host and one CUDA graph
+serves every distribution. Invariant: rows outside all groups are not written, and invalid bounds never cause
+out-of-bounds access.
 """
 
 import math
@@ -473,7 +473,6 @@ def _check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.Te
 
 
 def _shape_remedy(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor) -> str:
-    """The remedy for a wrong shape."""
     if name == "offs":
         return offs_remedy(x, b.shape[0], a.shape[0])
     if name == "counts":
@@ -491,7 +490,6 @@ def _shape_remedy(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.T
 
 
 def offs_remedy(offs: torch.Tensor, groups: int, rows: int) -> str:
-    """The remedy for offsets whose shape is not [groups]."""
     seen = str(list(offs.shape))
     if seen == str([groups + 1]):
         return "offs holds the row behind each group's last, and no 0 before: pass offs[1:]"

@@ -1,7 +1,7 @@
 """Kernel source to cubin: NVRTC, better scheduling hints (sass.py), and a disk cache in front of both.
 
-Called by plan.py (`load_cubin`) and by the command line. Knows only text and bytes: no config, no torch, no driver and
-no GPU. cuda.core is imported by the functions that compile, because its import costs more than a read from the cache.
+Knows only text and bytes: no config, no torch, no driver and no GPU. cuda.core is imported by the functions that
+compile, because its import costs more than a read from the cache.
 
 Invariant: a cubin from the cache was compiled from this source (up to comments), with these options, hints and NVRTC:
 its entry ends with a checksum over key and content. A cache that cannot be read, written or locked costs compilations,
@@ -169,6 +169,11 @@ def is_stored(source: str) -> bool:
     return _packaged_cubin(own_identity) is not None or _cache().holds(_key(own_identity))
 
 
+def is_packaged(source: str) -> bool:
+    """Whether the package holds a usable cubin for `source`."""
+    return _packaged_cubin(identity(source)) is not None
+
+
 def _packaged_cubin(own_identity: bytes) -> bytes | None:
     return None if serving_contents() is None else packaged.get(own_identity)
 
@@ -181,7 +186,6 @@ def serving_contents() -> packaged.Contents | None:
 
 
 def driver_is_older(nvrtc_version: str) -> bool:
-    """By CUDA's major version."""
     try:
         driver = _launcher.driver_version()
     except RuntimeError:
@@ -424,7 +428,6 @@ def nvrtc_version() -> str:
 
 @cache
 def _nvrtc_wheel() -> metadata.Distribution | None:
-    """The installed NVRTC wheel that matches the installed bindings."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         major = metadata.version("cuda-bindings").split(".")[0]
         return metadata.distribution("nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc")
@@ -585,7 +588,6 @@ class _KernelCache:
             self._check_writers(path)
 
     def _check_writers(self, directory: Path) -> None:
-        """Refuse a directory, if it exists, that somebody else may write to."""
         try:
             status = directory.stat()
         except OSError:
@@ -610,7 +612,6 @@ class _KernelCache:
         return None
 
     def holds(self, key: bytes) -> bool:
-        """Whether the directory has the kernel."""
         entry = self.directory and self._read(key)
         return bool(entry) and packaged.checked(key, entry) is not None
 

@@ -1,8 +1,8 @@
 """An indexer's logits: each query's score for each key, over a key tensor or a paged cache.
 
-Called by users and compat/deep_gemm.py. out[i, j] = scale[j] * sum over h of weights[i, h] * relu(q[i, h] . key[j]), as
-DeepSeek-V3.2's indexer has it. Which keys count for a query is read on the device: no call waits for the host, and all
-can be captured in CUDA graphs. Work is shared out evenly whatever the lists say, within the kernel.
+out[i, j] = scale[j] * sum over h of weights[i, h] * relu(q[i, h] . key[j]), as DeepSeek-V3.2's indexer has it. Which
+keys count for a query is read on the device: no call waits for the host, and all can be captured in CUDA graphs. Work
+is shared out evenly whatever the lists say, within the kernel.
 """
 
 import os

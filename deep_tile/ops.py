@@ -190,7 +190,6 @@ class Op:
         self._check(*self._parts(given), options)
 
     def _parts(self, given: tuple) -> tuple[tuple, tuple]:
-        """Inputs and outputs."""
         given = _filled(given, self._tensors)
         return tuple(given[i] for i in self._inputs), tuple(given[i] for i in self._outs)
 

@@ -128,7 +128,6 @@ class Params:
 
     @property
     def text(self) -> str:
-        """In C++, with assertions on its layout."""
         types = _MAP_STRUCT if any(field.is_map for field in self.fields) else ""
         lines, at = [], 0
         for field, offset in zip(self.fields, self.offsets.values(), strict=True):

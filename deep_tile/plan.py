@@ -1,7 +1,7 @@
 """From a problem to a kernel that is loaded and ready to launch.
 
-Called by operations that meet a new signature, and by the command line. Kernels are compiled (jit.py) and loaded once
-per device and live as long as the process: they are a finite set, because sizes are run-time values.
+Kernels are compiled (jit.py) and loaded once per device and live as long as the process: they are a finite set, because
+sizes are run-time values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -305,12 +305,10 @@ def _scale_shapes(problem: GemmProblem) -> tuple[tuple[int, int], tuple[int, int
 
 
 def scale_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from a scale's first to its last."""
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _check_scale(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Over the last `len(shape)` dimensions."""
     strides = strides[-len(shape) :]
     if min(strides) < 0 or scale_reach(shape, strides) > MAX_SCALE_REACH:
         raise ValueError(

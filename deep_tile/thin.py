@@ -1,9 +1,8 @@
 """Thin GEMMs: split-K for outputs too small to fill a GPU. BF16 with FP32 weights (routers), with row sums of squares,
 or summed over a batch.
 
-Called by users, and by `gemm` where b is FP32. One kernel multiplies K parts on all SMs, another adds them in a fixed
-order (parts.py). Invariant: results repeat bit for bit; how many parts there are depends on sizes and the GPU's SMs
-alone.
+One kernel multiplies K parts on all SMs, another adds them in a fixed order (parts.py). Invariant: results repeat bit
+for bit; how many parts there are depends on sizes and the GPU's SMs alone.
 """
 
 import os
@@ -264,7 +263,6 @@ class ByParts(Operation):
         return tuple(made) if len(made) > 1 else made[0]
 
     def define(self, given: Given, options: Options) -> None:
-        """The definition, in float64."""
         (a, b), outs = given[:2], given[self._written_to]
         if outs[0].is_meta:
             return

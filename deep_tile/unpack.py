@@ -1,7 +1,7 @@
 """A packed weight as FP8 in memory, for products of so many rows that converter warps would hold them up.
 
-Called by dense.py and grouped.py. The weight is unpacked anew at each call, to memory of torch's: one kernel reads its
-4 bits and writes 8 (unpack.cuh), then FP8's own kernel multiplies, with the same bits as a result.
+The weight is unpacked anew at each call, to memory of torch's: one kernel reads its 4 bits and writes 8 (unpack.cuh),
+then FP8's own kernel multiplies, with the same bits as a result.
 """
 
 from functools import partial
@@ -29,7 +29,6 @@ class Unpacking(Operation):
         self._decided: dict[tuple, bool] = {}
 
     def in_fp8(self, kind: Kind) -> Operation:
-        """The operation that multiplies by the unpacked weight."""
         raise NotImplementedError
 
     def casts(self, kind: Kind) -> list[StreamingKernel]:

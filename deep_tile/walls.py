@@ -1,8 +1,7 @@
 """The four limits on a tile: registers, shared-memory capacity, arithmetic intensity, latency. Pure functions, in the
 named units.
 
-Called by config.py (what is legal), select/ and method/ (what is good); it imports nothing from the package. Invariant:
-a wall is a number, its limit, and the arithmetic in words; it decides nothing else.
+Invariant: a wall is a number, its limit, and the arithmetic in words; it decides nothing else.
 """
 
 from collections.abc import Iterable
@@ -60,7 +59,6 @@ def register_wall(accumulators: int, temporaries: int, limit: int) -> Wall:
 
 
 def operand_bytes(block_m: int, block_n: int, block_k: int, element_bytes: float) -> float:
-    """Bytes of both operands per tile and K block."""
     return (block_m + block_n) * block_k * element_bytes
 
 

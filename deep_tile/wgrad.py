@@ -1,8 +1,7 @@
 """K-grouped GEMMs: weight gradients for all experts in one launch.
 
-Called by users. Group bounds are read on the device, so nothing waits for the host and one CUDA graph serves every
-distribution. `dense.fp8_wgrad` is the gradient for one weight. Invariant: invalid offsets never cause out-of-bounds
-access.
+Group bounds are read on the device, so nothing waits for the host and one CUDA graph serves every distribution.
+`dense.fp8_wgrad` is the gradient for one weight. Invariant: invalid offsets never cause out-of-bounds access.
 """
 
 from typing import NamedTuple

@@ -21,10 +21,6 @@ SOURCE = 'extern "C" __global__ void answer(int* out) { *out = 42; }'
 CUBIN = b"\x7fELF and so on"
 
 
-def is_packaged(source: str) -> bool:
-    return jit._packaged_cubin(jit.identity(source)) is not None
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Packaged kernels of this test alone."""
@@ -35,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_checkout_brings_no_kernels():
     assert packaged.contents() is None
-    assert not is_packaged(kernel_source(GemmConfig(64, 64, 4)))
+    assert not jit.is_packaged(kernel_source(GemmConfig(64, 64, 4)))
 
 
 def test_packaged_kernel_comes_before_cache_and_compiler(folder):
@@ -50,7 +46,7 @@ def test_packaged_kernel_comes_before_cache_and_compiler(folder):
 def test_other_sources_are_compiled(folder):
     packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
     other = SOURCE.replace("42", "43")
-    assert not is_packaged(other)
+    assert not jit.is_packaged(other)
     assert jit.load_cubin(other, "answer").startswith(b"\x7fELF\x02")
 
 
@@ -58,14 +54,14 @@ def test_damaged_kernel_is_compiled(folder):
     packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
     (entry,) = folder.glob("*.cubin")
     entry.write_bytes(entry.read_bytes()[:-1] + b"!")
-    assert not is_packaged(SOURCE)
+    assert not jit.is_packaged(SOURCE)
     assert jit.load_cubin(SOURCE, "answer").startswith(b"\x7fELF\x02")
 
 
 def test_a_variable_ignores_them(folder, monkeypatch):
     packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
     monkeypatch.setattr(settings, "packaged_kernels", lambda: False)
-    assert not is_packaged(SOURCE)
+    assert not jit.is_packaged(SOURCE)
     assert jit.cache_info().packaged is None
     assert jit.load_cubin(SOURCE, "answer") != CUBIN
 
@@ -74,7 +70,7 @@ def test_a_variable_ignores_them(folder, monkeypatch):
 def test_drivers_of_an_older_cuda_get_kernels_of_their_own_compiler(folder, monkeypatch, call, driver, serve):
     packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
     monkeypatch.setattr(_launcher, "driver_version", lambda: driver)
-    assert is_packaged(SOURCE) == serve
+    assert jit.is_packaged(SOURCE) == serve
     assert (jit.load_cubin(SOURCE, "answer") == CUBIN) == serve
     seen = call("doctor", "--json")[1]
     assert ("the driver is older than CUDA 13, so kernels are compiled here" in seen) != serve
@@ -146,7 +142,7 @@ def test_kernels_of_another_nvrtc_serve(folder, monkeypatch, capsys):
     assert packaged.contents() == packaged.Contents("13.5.37", 1, len(made.cubin))
     before = jit.compilations()
     assert jit.load_cubin(SOURCE, "answer") == sass.quicken_promotion(made.cubin)
-    assert jit.compilations() == before and not is_packaged(other)
+    assert jit.compilations() == before and not jit.is_packaged(other)
 
 
 def test_wheels_are_tried_for_every_kernel_that_is_packed():

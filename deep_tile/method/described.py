@@ -24,7 +24,6 @@ _DTYPES = {name: getattr(torch, dtype) for dtype, name in USUAL.items()}
 
 
 def operation_of(call: str) -> Operation:
-    """The public operation of this name."""
     known = [name for name in OPS if name not in PRIVATE]
     if call not in known:
         raise ValueError(f"call is {call!r}; pass one of {', '.join(known)}")

@@ -1,8 +1,7 @@
 """The roofline's walls for attention and convolution.
 
-Called by users through `deep_tile.method.roofline`, and by docs/method.md. Pure functions on sizes and a `Hardware`: no
-GPU, no torch. Invariant: a derivation returns its first candidate, which fits registers and shared memory, or raises
-ValueError with the wall that is hit and by how much.
+Pure functions on sizes and a `Hardware`: no GPU, no torch. Invariant: a derivation returns its first candidate, which
+fits registers and shared memory, or raises ValueError with the wall that is hit and by how much.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """`explain` for products: from m, n, k to a kernel, step by step, as data, as text for a terminal, or as a picture.
 
-Called by calls.py; groups.py and predicted.py share its tables. It computes nothing: it shows roofline.py's derivation,
-which is the selector's. No GPU, no torch; matplotlib only for the picture.
+It computes nothing: it shows roofline.py's derivation, which is the selector's. No GPU, no torch; matplotlib only for
+the picture.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The roofline with its resources: which tiles are possible on a GPU, which are good for a problem, and why.
 
-Called by report.py (`explain`) and by users. Formulas come from walls.py, legal tiles from config.py, times and choice
-from select/; this module only explains them. Pure functions: no GPU, no torch. Invariant: `derive`'s first candidate is
-the config that `choose.choose` gives the problem.
+Formulas come from walls.py, legal tiles from config.py, times and choice from select/; this module only explains them.
+Pure functions: no GPU, no torch. Invariant: `derive`'s first candidate is the config that `choose.choose` gives the
+problem.
 """
 
 from math import gcd
@@ -169,7 +169,6 @@ def fitting(
 
 
 def _passing(made: Tile) -> Tile:
-    """The tile itself. Raises ValueError where it hits a wall."""
     hit = [wall.reason for wall in walls_hit(made.walls)]
     if hit:
         raise ValueError(f"tile {made.block_m}x{made.block_n}x{made.block_k} of {made.dtype}: {'; '.join(hit)}")

@@ -1,8 +1,7 @@
 """Which config a problem gets: candidates -> predicted time -> choice. Pure functions; no GPU, no torch, no files.
 
-Called by plan.py, which passes this machine's `tune` results (tuned.py), and by method/. All m in one bucket
-(`bucketed`) get the same choice, so the configs for all m <= max_m follow from one try per bucket, and a server that
-compiled them never compiles again.
+All m in one bucket (`bucketed`) get the same choice, so the configs for all m <= max_m follow from one try per bucket,
+and a server that compiled them never compiles again.
 """
 
 from collections.abc import Mapping
@@ -60,7 +59,6 @@ def _runnable(problem: GemmProblem, own: GemmConfig | None = None) -> list[GemmC
 
 
 def suits(config: GemmConfig, problem: GemmProblem) -> bool:
-    """Whether it computes this problem and takes its k."""
     return what_is_made(config) == what_is_made(problem) and config.takes_k(problem.k)
 
 
@@ -114,7 +112,6 @@ def bucket_key(problem: GemmProblem) -> str:
 
 @lru_cache(maxsize=65_536)
 def choose_bucket(problem: GemmProblem, own: GemmConfig | None = None) -> GemmConfig:
-    """The config for a whole bucket, given as `problem`."""
     return _foreseen.pop((problem, own), None) or candidates(problem, own=own)[0][1]
 
 
@@ -205,7 +202,6 @@ def _unpacks(problem: GemmProblem) -> bool:
 
 
 def in_fp8(problem: GemmProblem) -> GemmProblem:
-    """With the weight unpacked."""
     return problem._replace(kind="fp8_1x128" if problem.product.scaling == "row_blocks" else "fp8")
 
 

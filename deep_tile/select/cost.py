@@ -1,9 +1,8 @@
 """A config's predicted time on a problem. Pure functions on sizes and rates; no GPU, no torch.
 
-Called by choose.py, and by method/, which shows the same estimates with the walls that explain them. Two overlapping
-terms: tile waves and HBM bytes. Times per K block and per tile for each config were measured on an H200 and fitted
-(benchmarks/search.py and calibrate.py); they are in times/, by kind. For other GPUs they are scaled by tensor rate,
-clock and bandwidth.
+Two overlapping terms: tile waves and HBM bytes. Times per K block and per tile for each config were measured on an H200
+and fitted (benchmarks/search.py and calibrate.py); they are in times/, by kind. For other GPUs they are scaled by
+tensor rate, clock and bandwidth.
 """
 
 import json
@@ -100,7 +99,6 @@ class Calibration(NamedTuple):
 
 
 def is_measured(kind: str) -> bool:
-    """Whether a kind has its own times."""
     return (TIMES / f"{kind}.json").exists()
 
 

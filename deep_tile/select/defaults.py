@@ -1,6 +1,6 @@
 """The default configs: tables of tiles, each with as deep a ring as fits.
 
-Called by choose.py, by the commands that compile or measure every kernel, and by the tests. No GPU, no torch.
+No GPU, no torch.
 """
 
 from collections.abc import Iterable, Mapping

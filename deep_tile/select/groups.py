@@ -105,7 +105,6 @@ def _k_clusters(block_m: int, block_n: int, tma_store: bool, accumulate: bool) -
 
 
 def all_grouped_configs() -> tuple[GemmConfig, ...]:
-    """Configs for row groups in all layouts, with TMA store and without."""
     layouts = [layout for layout in GROUPINGS if layout not in ("none", "k_offs")]
     return tuple(
         config for layout in layouts for tma_store in (True, False) for config in grouped_configs(layout, tma_store)

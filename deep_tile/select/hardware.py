@@ -1,8 +1,7 @@
 """GPU limits, rates and latencies, each with its unit and source.
 
-Read by the selector, the roofline, the benchmarks and the command line. No GPU, no torch. Invariant: a preset is a
-constant, so choices from it are equal on every machine; only `for_device` reads results stored by `python -m deep_tile
-doctor --measure`.
+No GPU, no torch. Invariant: a preset is a constant, so choices from it are equal on every machine; only `for_device`
+reads results stored by `python -m deep_tile doctor --measure`.
 
 Sources, by grade:
     datasheet NVIDIA's H100, H200 and GH200 data sheets and the "H100 Tensor Core GPU Architecture" white paper. Dense

@@ -1,7 +1,4 @@
-"""Tile scheduling: the host's half of include/deep_tile/raster.cuh. Pure functions on sizes; no GPU.
-
-Called by plan.py for launch parameters, by cost.py for waves.
-"""
+"""Tile scheduling: the host's half of include/deep_tile/raster.cuh. Pure functions on sizes; no GPU."""
 
 from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.problem import GemmProblem

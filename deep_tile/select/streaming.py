@@ -1,8 +1,7 @@
 """How to launch a kernel that is bound by memory: vectors, loads under way, threads and blocks, each with its reason.
 
-Called by cast.py for the package's own casts, by measure.py, by users, and by docs/method.md. Pure functions on sizes
-and a `Hardware`: no GPU, no torch. Invariant: a derivation's result can be launched: threads, registers and shared
-memory are within limits; candidates tell by their walls.
+Pure functions on sizes and a `Hardware`: no GPU, no torch. Invariant: a derivation's result can be launched: threads,
+registers and shared memory are within limits; candidates tell by their walls.
 """
 
 from collections.abc import Iterator
@@ -78,7 +77,6 @@ class Streaming:
 
     @property
     def stages(self) -> int:
-        """Loads in flight per thread."""
         return self.unroll
 
 
@@ -302,7 +300,6 @@ def _launch(
 
 
 def _registers(unroll: int, load_bytes: float) -> int:
-    """A thread's."""
     return OTHER_REGISTERS + ceil(unroll * load_bytes / 4)
 
 
@@ -351,7 +348,6 @@ def _row_in_registers(loads: int, load_bytes: float, threads: int, hardware: Har
 
 
 def _register_wall(threads: int, needed: int, hardware: Hardware) -> Wall:
-    """A thread's registers against the limit for its block size."""
     limit = min(hardware.registers_per_thread, hardware.registers // threads)
     verb = "exceed" if needed > limit else "fit"
     over = f", by {needed - limit}" if needed > limit else ""

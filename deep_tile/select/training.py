@@ -1,6 +1,7 @@
 """A layer's predicted gain from FP8 training, by the selector's H200 time model, and which layers are small.
 
-Called by train and by `explain --train`. Needs no GPU."""
+Needs no GPU.
+"""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
 """Arguments that several commands share: types with clear errors, and `explain`'s hardware.
 
-Called by cli.py and kernel_classes.py. No GPU, no torch.
+No GPU, no torch.
 """
 
 import argparse

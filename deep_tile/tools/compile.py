@@ -1,6 +1,6 @@
 """`compile` and `cache`: kernels with ptxas's report, and the cache directory.
 
-Called by cli.py; demo.py and doctor.py build and report kernels by the same functions. No GPU, no torch.
+No GPU, no torch.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """`demo`: DeepSeek-V3's layers, multiplied, checked and timed, or compiled without a Hopper GPU; then one GEMM per
 kind.
 
-Called by cli.py and so by `make demo`. Imports torch only when it multiplies.
+Imports torch only when it multiplies.
 """
 
 from __future__ import annotations

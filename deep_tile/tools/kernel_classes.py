@@ -1,7 +1,7 @@
 """`explain` for kernels that are no matrix product: attention, convolution, element-wise kernels and reductions.
 
-Called by cli.py. Tiles, walls and choices come from method/other_kernels.py and select/streaming.py; this module has
-arguments and tables. No GPU, no torch.
+Tiles, walls and choices come from method/other_kernels.py and select/streaming.py; this module has arguments and
+tables. No GPU, no torch.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Checked GEMMs: random operands and exact results, for `fp8_gemm` and each kind.
 
-Called by demo.py, demo_kinds.py, doctor.py and trials.py. Imports torch only when it multiplies.
+Imports torch only when it multiplies.
 """
 
 from __future__ import annotations

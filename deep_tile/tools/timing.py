@@ -1,10 +1,9 @@
 """How GPU work is timed: as CUDA graphs, in turns, L2 flushed before each.
 
-Used by cli.py, tune.py, measure.py and by the benchmark scripts. Invariant: a sample's two events enclose one graph
-replay, or one call, and nothing else, and the GPU still flushes L2 while the host enqueues them, so no host time is
-measured. The host waits for each sample before it enqueues the next: queued behind each other, samples take longer,
-whatever they time, and not evenly (an empty graph 3.5 to 4.3 us, not 3.0 to 3.5; H200, 2026-11-22). Meanwhile the GPU
-does the next flush, so that it is never idle.
+Invariant: a sample's two events enclose one graph replay, or one call, and nothing else, and the GPU still flushes L2
+while the host enqueues them, so no host time is measured. The host waits for each sample before it enqueues the next:
+queued behind each other, samples take longer, whatever they time, and not evenly (an empty graph 3.5 to 4.3 us, not 3.0
+to 3.5; H200, 2026-11-22). Meanwhile the GPU does the next flush, so that it is never idle.
 """
 
 import random

@@ -1,7 +1,7 @@
 """The search for the fastest configs on the current GPU: `python -m deep_tile tune`.
 
-Called by cli.py. Compiles candidates, checks their results (trials.py), times them alternately (timing.py), and stores
-the winners (tuned.py), which the selector then prefers. Invariant: a config with a wrong result is never kept.
+Compiles candidates, checks their results (trials.py), times them alternately (timing.py), and stores the winners
+(tuned.py), which the selector then prefers. Invariant: a config with a wrong result is never kept.
 """
 
 import os
