@@ -170,7 +170,7 @@ class Grouped(Product):
         if expected is None:
             expected = ceil_div(rows, groups) if options.layout == "offs" else rows
         return GemmProblem(
-            *(rows, n, k, options.num_sms, tma_can_store(out)),
+            *(rows, n, k, options.num_sms, checks.tma_can_store(out)),
             kind=self.kind(given, options).name,
             output=finishes.RESULT_NAMES[out.dtype],
             groups=Groups(options.layout, groups, expected),
@@ -445,13 +445,6 @@ def row_strides(x: torch.Tensor, single: int) -> tuple[int, int]:
     if rows == 1:  # each group is one row
         return x.stride(0), 1
     return x.stride(-2), x.stride(0) // x.stride(-2)
-
-
-def tma_can_store(out: torch.Tensor) -> bool:
-    """TMA, and the vector stores for a group's last rows, need multiples of 16 bytes."""
-    strides = [stride for stride, size in zip(out.stride()[:-1], out.shape[:-1], strict=True) if size > 1]
-    numbers = (out.data_ptr(), *(out.element_size() * number for number in (out.shape[-1], *strides)))
-    return all(number % tensors.ALIGNMENT_BYTES == 0 for number in numbers)
 
 
 # Checks.

@@ -166,7 +166,7 @@ class GroupedWgrad(dense.Product):
         return GemmProblem(
             *(n, k, s),
             num_sms=options.num_sms,
-            tma_store=grouped.tma_can_store(out),
+            tma_store=checks.tma_can_store(out),
             kind="fp8_1x128",
             output=finishes.OUTPUT_NAMES[out.dtype],
             groups=Groups("k_offs", groups, expected),
@@ -185,7 +185,7 @@ class GroupedWgrad(dense.Product):
             *(out_stride, dy_scale.stride(), x_scale.stride()),
             a_scale_aligned=tensors.is_aligned(dy_scale),
             b_scale_aligned=tensors.is_aligned(x_scale),
-            groups=plan.GroupLayout(alignment=alignment, out_rows=out_rows),
+            groups=plan.GroupLayout(alignment=alignment, out_group_rows=out_rows),
         )
 
 
