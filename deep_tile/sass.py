@@ -1,6 +1,7 @@
 """A kernel's machine code: whether its warps stay together, and better scheduling hints where ptxas's cost speed.
 
-Hints change when an instruction is issued, never what it computes.
+Called by jit.py for every cubin that it compiles; knows only bytes. Hints change when an instruction is issued, never
+what it computes.
 
 Warps that the compiler thinks can fall apart wait lane by lane, and hung before a WGMMA, which wants all of them. Its
 code says so in two ways: by WARPSYNC, and by waiting at a barrier whose address is in an ordinary register, where each
