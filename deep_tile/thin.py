@@ -5,7 +5,6 @@ One kernel multiplies K parts on all SMs, another adds them in a fixed order (pa
 for bit; how many parts there are depends on sizes and the GPU's SMs alone.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -153,7 +152,7 @@ def precompile_thin(workers: int | None = None, *, progress: bool = False) -> in
         How many had to be compiled.
     """
     before = compilations()
-    cast.load_kernels(checks.current_gpu(), workers or os.cpu_count() or 1, parts.all_kernels(), progress)
+    cast.load_kernels(checks.current_gpu(), workers, parts.all_kernels(), progress)
     return compilations() - before
 
 
@@ -321,6 +320,7 @@ class ByParts(Operation):
             raise ValueError("accumulate is True and out None: pass what the product is added to")
 
     def check_memory(self, given: Given, options: Options) -> Options:
+        checks.check_sizes(*map(_matrix, given[:2]))
         for name, x in zip("ab", given, strict=False):
             _check_strides(name, x)
         out, *squares = given[self._written_to]
@@ -377,11 +377,14 @@ def _check_terms(terms: object) -> None:
         raise ValueError(f"terms is {terms!r}; pass 3, which are exact, or 2")
 
 
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """The first of [s, rows, k], or [rows, k]."""
+    return x if x.dim() == 2 else x[0] if len(x) else x.flatten(0, 1)
+
+
 def _check_strides(name: str, x: torch.Tensor) -> None:
     """Check that TMA, or 16-byte loads, can read a K-major [rows, k] or [s, rows, k]."""
-    matrix = x if x.dim() == 2 else x[0] if len(x) else x.flatten(0, 1)
-    checks.check_operand_strides(**{name: matrix})
-    checks.check_sizes(matrix, matrix)
+    checks.check_operand_strides(**{name: _matrix(x)})
     if x.shape[-1] * x.element_size() > checks.MAX_SIZE:  # the kernel counts K in bytes
         most = checks.MAX_SIZE // x.element_size()
         raise ValueError(f"{name} has k = {x.shape[-1]}; of {x.dtype} at most {most}: split the product")

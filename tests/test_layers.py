@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "params": set(),
     "codegen": {"config", "kinds", "params"},
     "packaged": set(),
-    "progress": set(),
+    "progress": {"config"},
     "jit": {"_launcher", "packaged", "sass", "settings"},
     "select": SIZES | {"settings"},
     "watch": {"codegen", "config", "settings"},
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
     "logits_launch": {"_launcher", "cast", "codegen", "config", "params", "select", "walls"},
     "logits": {"cast", "checks", "codegen", "config", "launches", "logits_launch", "operation", "ops", "tensors"}
-    | {"select"},
+    | {"options", "select"},
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "select"}
     | {"sources", "tensors"},
