@@ -62,10 +62,8 @@ def einsum(
         TypeError, ValueError, RuntimeError: as `thin_gemm` and `grouped_gemm`; ValueError also for another `expr`.
             Nothing has been launched and `out` is unchanged.
     """
-    if expr not in EXPRESSIONS:
-        raise ValueError(f"expr is {expr!r}; it must be one of {', '.join(EXPRESSIONS)}, spelled so")
     _check(expr, a, b, out, out_dtype, accumulate)
-    if expr == "bmk,bnk->mn":
+    if expr == EXPRESSIONS[0]:
         return thin.thin_gemm(a, b, out, out_dtype=out_dtype, accumulate=accumulate, num_sms=num_sms, pdl=pdl)
     is_gradient = expr == "bhd,bhr->hdr"
     if out is None:
@@ -79,6 +77,16 @@ def einsum(
     weights = b.transpose(1, 2) if expr == "bhd,hdr->bhr" else b
     multiply_heads((a.transpose(0, 1), weights), out.transpose(0, 1), dense.gemm, grouped.grouped_gemm, **options)
     return out
+
+
+def check_sum(expr: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options) -> None:
+    """Raise what `einsum` would raise with accumulate=True."""
+    _check(expr, a, b, out, None, accumulate=True)
+    if expr == EXPRESSIONS[0]:
+        thin.THIN_GEMM.checked((a, b, out, None, None), thin.Options(accumulate=True, **options))
+    elif len(out):
+        _check_heads(a.transpose(0, 1), b.transpose(0, 1), out)
+        dense.check_sum("gemm", (a[:, 0].t(), b[:, 0].t()), out[0], **options)
 
 
 def multiply_heads(
@@ -137,6 +145,8 @@ def _shape(expr: str, a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
 
 def _check(expr: str, a, b, out, out_dtype: torch.dtype | None, accumulate: bool) -> None:
     """Checks that the GEMMs, which see one head, do not make."""
+    if expr not in EXPRESSIONS:
+        raise ValueError(f"expr is {expr!r}; it must be one of {', '.join(EXPRESSIONS)}, spelled so")
     require_tensors(is_traced(), a=a, b=b, **({} if out is None else {"out": out}))
     check_one("accumulate", accumulate)
     finishes.check_out_dtype(out_dtype)

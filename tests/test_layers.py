@@ -122,7 +122,7 @@ MAY_IMPORT = {
     | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
-    | {"kinds", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
+    | {"kinds", "logits", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
     "compat": CALL
     | {
         "checks",
@@ -180,6 +180,7 @@ WITH_TORCH = {
     "integrations.peft",
     "integrations.torchtitan",
     "integrations.sglang_hooks",
+    "integrations.sglang_indexer",
     "integrations.sglang_mxfp4",
     "integrations.transformers",
     "integrations.transformers_blocks",
