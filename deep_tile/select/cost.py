@@ -243,8 +243,11 @@ TYPICAL_OPERAND_LOADS = 1 / 128 + 1 / 176
 """Operand loads of a typical tile for large GEMMs."""
 
 
-def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> ComputeParts:
-    most, utilization = busiest(config, problem)
+def compute_parts(
+    config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200, busy: tuple[int, float] | None = None
+) -> ComputeParts:
+    """The components; `busy`: what `busiest` says, where it is known."""
+    most, utilization = busy or busiest(config, problem)
     model, times = calibration(config.kind), tile_times(config, hardware)
     blocks = most * blocks_per_tile(config, problem.k)
     blocks_us = _with_loads(blocks * times.block_us, blocks * utilization, config, problem, hardware)
@@ -288,8 +291,8 @@ def launch_time(hardware: Hardware = H200, kind: str = "fp8") -> float:
 
 
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> Estimate:
-    most, utilization = busiest(config, problem)
-    compute_us = sum(compute_parts(config, problem, hardware))
+    most, utilization = busy = busiest(config, problem)
+    compute_us = sum(compute_parts(config, problem, hardware, busy))
     memory_us = memory_time(problem, hardware)
     time_us = _overlapped(compute_us, memory_us, problem.kind, hardware)
     bound = "compute" if compute_us >= memory_us else "memory"
