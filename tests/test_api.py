@@ -68,26 +68,14 @@ def test_narrow_scales(names, dtype, device):
         prepare(*operands._replace(**narrow))
 
 
-@pytest.mark.parametrize(("m", "n"), [(0, 8), (8, 0), (0, 0)])
-def test_nothing_to_do(m, n):
-    operands = make_operands(m, n, 64)
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 8, 64), (8, 0, 64), (0, 0, 64), (3, 5, 0)])
+def test_nothing_to_do(m, n, k):
+    """A sum of nothing is 0."""
+    operands = make_operands(m, n, k)
     assert fp8_gemm(*operands).shape == (m, n)
-    guarded = GuardedOut(m, n)
-    assert fp8_gemm(*operands, guarded.out) is guarded.out
-    guarded.assert_untouched()
-
-
-def test_empty_sum_is_zero():
-    guarded = GuardedOut(3, 5, stride=8)
-    fp8_gemm(*make_operands(3, 5, 0), guarded.out)
-    assert (guarded.out == 0).all()
+    guarded = GuardedOut(m, n, stride=n + 3)
+    assert fp8_gemm(*operands, guarded.out) is guarded.out and (guarded.out == 0).all()
     guarded.assert_guards_intact()
-
-
-def test_broadcast_scales():
-    operands = make_operands(6, 200, 256)
-    ones = operands._replace(a_scale=torch.ones(()).expand(6, 2), b_scale=torch.ones(()).expand(2, 2))
-    check_gemm(ones)
 
 
 def test_square_scales_are_taken_as_they_are():
@@ -126,13 +114,6 @@ def test_config_must_suit_the_problem():
     assert checks.checked_config(split, GemmProblem(64, 64, 64)) is split
     assert checks.checked_config(any_store, unaligned) is any_store
     assert checks.checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=2)) is two_blocks
-
-
-def test_options_change_no_value():
-    """On the CPU options are checked and change nothing."""
-    operands = make_operands(5, 130, 300, seed=1)
-    check_gemm(operands, batch_invariant=True, pdl=False)
-    check_gemm(operands, constant_weights=True)
 
 
 # Plans. What a call of one launches is in test_host_path.py.
