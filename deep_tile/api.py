@@ -1,6 +1,5 @@
 """`prepare` and `precompile` make GEMMs ready before the first call; `supports` answers without a call."""
 
-import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -226,17 +225,18 @@ def described(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call
     for name, size in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if as_int(size) is None:
             raise ValueError(f"{name} is {size!r}; sizes are ints")
-        if not 0 <= size <= MAX_SIZE:
+        if not 0 <= as_int(size) <= MAX_SIZE:
             raise ValueError(f"{name} is {size}; sizes run from 0 to {MAX_SIZE}")
     for name, stride in zip("ab", strides, strict=True):
-        if stride is not None and (as_int(stride) is None or not 0 <= stride <= MAX_SIZE):
+        if stride is not None and (as_int(stride) is None or not 0 <= as_int(stride) <= MAX_SIZE):
             raise ValueError(f"{name}_stride is {stride!r}; strides are ints, in elements, up to {MAX_SIZE}")
     m, n, k, groups, *strides = (None if size is None else int(size) for size in (m, n, k, groups, *strides))
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; groupings are {', '.join(GROUPINGS)}")
     if isinstance(dtype, str):
-        dtype = _DTYPES.get(_kind_of(dtype, out_dtype), dtype)
+        dtype = _DTYPES.get(kind_of(dtype, out_dtype), dtype)
     operation, kind = _asked(call, dtype, out_dtype, grouping)
+    finishes.check_activation(finish.get("activation"))
     checks.refuse(layout_problem(layout, kind))
     results = operation.results(kind)
     if out_dtype not in (None, *results):
@@ -248,7 +248,7 @@ def described(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call
 
 def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | None, grouping: str) -> tuple:
     """The operation that `supports` asks, and the kind of such operands: the one named, or the first for their kind."""
-    usual = _kind_of(dtype, out_dtype)
+    usual = kind_of(dtype, out_dtype)
     products = {name: each for name, each in OPERATIONS.items() if grouping in each.groupings}
     if call is not None:
         if not isinstance(call, str) or call not in products:
@@ -279,7 +279,7 @@ def product_for(
     return next((each for each in found if out_dtype in (None, *each.results(kind))), None)
 
 
-def _kind_of(dtype: torch.dtype | str, out_dtype: torch.dtype | None) -> Kind | None:
+def kind_of(dtype: torch.dtype | str, out_dtype: torch.dtype | None) -> Kind | None:
     """The kind with this name, or the usual one for operands of a dtype."""
     if dtype is torch.int8 and out_dtype is torch.int32:
         return EVERY_KIND["int8_unscaled"]
@@ -343,7 +343,7 @@ def precompile(
             `grouping`, `kind` or a layout is unknown.
         jit.CompileError: a kernel does not compile.
     """
-    product = _kind_of(kind, out_dtype)
+    product = kind_of(kind, out_dtype)
     if product is None:
         known = f"one of {', '.join(EVERY_KIND)}; dtypes are {names(_DTYPES.values())}"
         raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or {known}")
@@ -377,8 +377,6 @@ def precompile(
         known = [name for name, each in EVERY_KIND.items() if product_for(each, grouping, out_dtype, taking=taking)]
         given = ", ".join([f"grouping is {grouping!r}, kind {kind!r}, out_dtype {out_dtype}", *taking])
         raise ValueError(f"{given}: no call takes these together; kinds for the others: {', '.join(known) or 'none'}")
-    if workers is not None and (as_int(workers) is None or workers < 1):
-        raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     device = current_gpu()
     if num_sms is not None or device is not None:
         num_sms = checks.checked_num_sms(
@@ -397,7 +395,6 @@ def precompile(
         configs |= operation.configs(of_all, max_m, layouts)
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compilations()
-    workers = workers or os.cpu_count() or 1
     plan.load_kernels(ordered, device, workers, progress)
     casts = operation.casts(product)
     if casts:

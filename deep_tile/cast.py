@@ -267,7 +267,7 @@ def _cubin(kernel: StreamingKernel) -> bytes:
 
 
 def load_kernels(
-    device: int | None, workers: int, kernels: Iterable[StreamingKernel] | None = None, progress: bool = False
+    device: int | None, workers: int | None, kernels: Iterable[StreamingKernel] | None = None, progress: bool = False
 ) -> None:
     """Compile, and load unless `device` is None, these kernels, by default `all_kernels()`, `workers` at a time. Errors
     as for `load`."""

@@ -282,7 +282,12 @@ class Combine(Described):
         """Override of `Described` that does not read every argument's sizes."""
         x, weights, index, out = given
         shape = index.shape[0], x.shape[1]
-        return x, weights, index, tensors.new_empty(x, shape, (shape[1], 1), torch.bfloat16) if out is None else out
+        return (
+            x,
+            weights,
+            index,
+            tensors.new_empty(x, shape, (shape[1] or 1, 1), torch.bfloat16) if out is None else out,
+        )
 
     def define(self, given: Given, options) -> None:
         x, weights, index, out = given

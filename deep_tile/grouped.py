@@ -451,7 +451,7 @@ def row_strides(x: torch.Tensor, single: int) -> tuple[int, int]:
     groups, rows = x.shape[0] if x.dim() == 3 else 1, x.shape[-2]
     if groups == 1:
         return (x.stride(-2) if rows > 1 else single), 0
-    if rows == 1:  # each group is one row
+    if rows < 2:  # each group is one row, or none
         return x.stride(0), 1
     return x.stride(-2), x.stride(0) // x.stride(-2)
 

@@ -5,7 +5,6 @@ DeepSeek-V3.2's indexer has it. Which keys count for a query is read on the devi
 can be captured in CUDA graphs. Work is shared out evenly whatever the lists say, within the kernel.
 """
 
-import os
 from operator import eq
 from typing import NamedTuple
 
@@ -13,10 +12,11 @@ import torch
 
 from deep_tile import cast, checks, launches, logits_launch, ops, tensors
 from deep_tile.codegen import LOGITS_TILE
-from deep_tile.config import ceil_div, check_sizes, round_up
+from deep_tile.config import as_int, ceil_div, check_sizes, round_up
 from deep_tile.logits_launch import HEAD_DIMS, HEADS, MOST_BATCH_QUERIES, SCALE_BYTES, Keys, LogitsLayout
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
+from deep_tile.options import check_one
 from deep_tile.select.hardware import Hardware
 from deep_tile.select.streaming import Prediction
 
@@ -488,14 +488,16 @@ def precompile_logits(
         jit.CompileError: a kernel does not compile.
     """
     check_sizes(heads=heads, head_dim=head_dim, **({} if queries is None else {"queries": queries}))
+    check_one("paged", paged)
+    heads, head_dim, queries = map(as_int, (heads, head_dim, queries))
     if head_dim not in HEAD_DIMS or heads > HEADS[-1]:
         raise ValueError(f"heads is {heads} and head_dim {head_dim}; 1 to {HEADS[-1]} heads of {HEAD_DIMS} are known")
-    if out_dtype not in _OUTPUTS:
+    if out_dtype not in tuple(_OUTPUTS):
         raise ValueError(f"out_dtype is {out_dtype}; pass {' or '.join(map(str, _OUTPUTS))}")
     kernels = logits_launch.all_kernels(head_dim, heads, paged, _OUTPUTS[out_dtype], queries)
     hopper = torch.cuda.is_available() and launches.is_hopper(torch.cuda.current_device())
     device = torch.cuda.current_device() if hopper else None
-    cast.load_kernels(device, workers or os.cpu_count() or 1, kernels, progress)
+    cast.load_kernels(device, workers, kernels, progress)
     return len(kernels)
 
 

@@ -5,7 +5,6 @@ model conversion, and its rows start at multiples of 16 bytes after any load, co
 past all that has copies made, call by call, that are as they must be.
 """
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -455,7 +454,7 @@ def precompile_model(
         configs += api.precompile(sorted(shapes), workers=workers, progress=progress, **dict(wanted)).configs
     given.pop("out_dtype")
     configs += api.precompile(of_experts, workers=workers, progress=progress, **given, grouping=grouping).configs
-    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1, progress=progress)
+    cast.load_kernels(api.current_gpu(), workers, progress=progress)
     return api.Precompiled(configs, jit.compilations() - before)
 
 

@@ -84,6 +84,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "fast_accum": _FLAG,
     "num_sms": partial(_check_type, (int, type(None)), "an int, or None for all SMs"),
     "out_dtype": lambda _, value: finishes.check_out_dtype(value, finishes.RESULT_NAMES),
+    "paged": _FLAG,
     "pdl": partial(_check_type, (bool, type(None)), "True, False or None"),
     "progress": _FLAG,
     "round_scale": partial(_check_choice, SCALE_ROUNDINGS),

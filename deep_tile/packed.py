@@ -157,7 +157,8 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
         if kind.name == "mxfp4":
             exponents = _exponents(scale, weight.shape[-2], kind)[..., : scales.shape[-1]]
             return Unpacked(codes.contiguous(), (scales + exponents).contiguous().view(formats.E8M0), None)
-        return Unpacked(codes.contiguous(), scales.contiguous().view(FP8_DTYPE), scale[..., 0, 0] / _NVFP4_BLOCK)
+        of_matrix = scale.flatten(-2)[..., :1].sum(-1) / _NVFP4_BLOCK  # 0 for one without rows
+        return Unpacked(codes.contiguous(), scales.contiguous().view(FP8_DTYPE), of_matrix)
 
 
 def as_fp8(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
@@ -254,7 +255,7 @@ def _packed_integers(source: formats.Source, kind: Kind) -> Packed:
     scale = source.scale.float()
     groups = F.pad(scale, (0, -scale.shape[-1] % per_block)).unflatten(-1, (-1, per_block))
     differ = groups != groups[..., :1]
-    differ[..., -1, (scale.shape[-1] - 1) % per_block + 1 :] = False
+    differ[..., -1:, (scale.shape[-1] - 1) % per_block + 1 :] = False
     if bool(differ.any()):
         raise ValueError(
             f"format is {source.name!r}, and scales of a row's K block of {SCALE_BLOCK} differ, first at "
@@ -309,6 +310,7 @@ def _relative(weight: torch.Tensor, scales: torch.Tensor, of_blocks: torch.Tenso
 def _packed(weight: torch.Tensor, scales: torch.Tensor | None, kind: Kind) -> torch.Tensor:
     """[n, bytes] from a matrix's codes, two per byte, and its scale bytes, if units have any."""
     n, per_block = len(weight), SCALE_BLOCK // kind.packing.group
+    k_blocks = _k_blocks(2 * weight.shape[1])
     weight = F.pad(weight, (0, -weight.shape[1] % (SCALE_BLOCK // 2)))
     codes = torch.stack([weight & 15, weight >> 4], -1).view(-1, 8)
     if kind.name == "int4":
@@ -317,12 +319,13 @@ def _packed(weight: torch.Tensor, scales: torch.Tensor | None, kind: Kind) -> to
     else:
         nibbles = (codes & 7) | (codes >> 3)[:, _SIGNS] << 3
         words = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-    words = words.reshape(n // UNIT_ROWS, UNIT_ROWS, -1, SCALE_BLOCK // _COLUMN, _COLUMN // 2).permute(2, 0, 3, 1, 4)
+    words = words.reshape(n // UNIT_ROWS, UNIT_ROWS, k_blocks, SCALE_BLOCK // _COLUMN, _COLUMN // 2)
+    words, of_rows = words.permute(2, 0, 3, 1, 4), (n, k_blocks * kind.packing.row_bytes)
     if scales is None:
-        return words.reshape(n, -1)
+        return words.reshape(of_rows)
     scales = F.pad(scales, (0, -scales.shape[1] % per_block))
-    scales = scales.reshape(n // UNIT_ROWS, UNIT_ROWS, -1, per_block).permute(2, 0, 1, 3)
-    return torch.cat([words.flatten(2), scales.flatten(2)], 2).reshape(n, -1)
+    scales = scales.reshape(n // UNIT_ROWS, UNIT_ROWS, k_blocks, per_block).permute(2, 0, 1, 3)
+    return torch.cat([words.flatten(2), scales.flatten(2)], 2).reshape(of_rows)
 
 
 def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,9 +345,9 @@ def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Ten
         signs = torch.empty_like(nibbles)
         signs[..., _SIGNS] = nibbles & 8
         codes = nibbles & 7 | signs
-    codes = codes.reshape(*leading, n, -1)
+    codes = codes.reshape(*leading, n, k_blocks * SCALE_BLOCK)
     scales = scales.unflatten(-1, (UNIT_ROWS, per_block)).permute(0, 2, 3, 1, 4)
-    return codes, scales.reshape(*leading, n, -1)
+    return codes, scales.reshape(*leading, n, k_blocks * per_block)
 
 
 def _checked_packed(weight: torch.Tensor, scale: torch.Tensor, k: object) -> tuple[Kind, int]:

@@ -160,7 +160,9 @@ def _cubin(config: GemmConfig) -> bytes:
     return jit.load_cubin(kernel_source(config), config.name)
 
 
-def load_kernels(configs: Iterable[GemmConfig], device: int | None, workers: int, progress: bool = False) -> None:
+def load_kernels(
+    configs: Iterable[GemmConfig], device: int | None, workers: int | None, progress: bool = False
+) -> None:
     """Compile, and load unless `device` is None, every config, `workers` at a time."""
 
     def load(config: GemmConfig) -> None:

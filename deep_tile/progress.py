@@ -3,11 +3,14 @@
 Called by the command line, and by `precompile` and its like when asked: libraries stay quiet by default.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
+
+from deep_tile.config import as_int
 
 TOLD_EVERY = 10
 """Seconds between progress lines without a terminal."""
@@ -35,10 +38,16 @@ def _told(items: Iterable, description: str, total: int) -> Iterable:
         yield item
 
 
-def for_each(function: Callable[[Any], object], items: Iterable, workers: int, shown: bool, description: str) -> None:
-    """Call a function on every item, `workers` at a time; `shown`: with progress."""
+def for_each(
+    function: Callable[[Any], object], items: Iterable, workers: int | None, shown: bool, description: str
+) -> None:
+    """Call a function on every item, `workers` at a time, None: as many as there are cores; `shown`: with progress.
+    Raises ValueError for other workers."""
+    count = (os.cpu_count() or 1) if workers is None else as_int(workers)
+    if count is None or count < 1:
+        raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     items = list(items)
-    with ThreadPoolExecutor(max_workers=workers) as pool:
+    with ThreadPoolExecutor(max_workers=count) as pool:
         done = pool.map(function, items)
         for _ in track_progress(done, description, len(items)) if shown else done:
             pass

@@ -406,17 +406,7 @@ def check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tup
     _check_target_dtype(name, target, dtype)
     tensors.require_plain(**{name: target})
     _check_target_shape(name, target, shape, device)
-    _check_apart(name, target)
-
-
-def _check_apart(name: str, target: torch.Tensor) -> None:
-    """Raise where elements share memory: where a step is no longer than what the shorter ones reach."""
-    reach = 0
-    for stride, size in sorted(zip(target.stride(), target.shape, strict=True)):
-        if size > 1 and stride <= reach and target.numel():
-            seen = f"its shape is {list(target.shape)}, its strides are {target.stride()}"
-            raise ValueError(f"elements of {name} share memory: {seen}. Pass a contiguous one, not expanded")
-        reach += (size - 1) * stride
+    tensors.require_apart(name, target)
 
 
 def _check_target_dtype(name: str, target: torch.Tensor, dtype: torch.dtype) -> None:
@@ -575,7 +565,7 @@ def _to_blocks(x: torch.Tensor, block_rows: int) -> torch.Tensor:
 def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     row_blocks, block_rows, groups, width = blocks.shape
     rows, k = shape
-    return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].contiguous()
+    return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].flatten().view(shape)
 
 
 def at_least_one(number: int) -> int:
@@ -684,7 +674,7 @@ def check_target_memory(out: torch.Tensor | None, scale: torch.Tensor | None) ->
     for name, target in (("out", out), ("scale_out", scale)):
         if target is None:
             continue
-        _check_apart(name, target)
+        tensors.require_apart(name, target)
         rows = _view_as_matrix(name, target)
         if name == "out" and rows.shape[1] > 1 and rows.stride(1) != 1:
             raise ValueError(

@@ -12,7 +12,7 @@ from deep_tile import dense, finishes, grouped, thin
 from deep_tile.operation import gradient_error
 from deep_tile.ops import is_traced
 from deep_tile.options import check_one
-from deep_tile.tensors import require_tensors
+from deep_tile.tensors import ALIGNMENT_BYTES, require_apart, require_tensors
 
 EXPRESSIONS = ("bmk,bnk->mn", "bhr,hdr->bhd", "bhd,hdr->bhr", "bhd,bhr->hdr")
 
@@ -63,22 +63,31 @@ def einsum(
         TypeError, ValueError, RuntimeError: as `thin_gemm` and `grouped_gemm`; ValueError also for another `expr`.
             Nothing has been launched and `out` is unchanged.
     """
-    if expr not in EXPRESSIONS:
-        raise ValueError(f"expr is {expr!r}; it must be one of {', '.join(EXPRESSIONS)}, spelled so")
     _check(expr, a, b, out, out_dtype, accumulate)
-    if expr == "bmk,bnk->mn":
+    if expr == EXPRESSIONS[0]:
         return thin.thin_gemm(a, b, out, out_dtype=out_dtype, accumulate=accumulate, num_sms=num_sms, pdl=pdl)
     is_gradient = expr == "bhd,bhr->hdr"
     if out is None:
         out = a.new_empty(_shape(expr, a, b), dtype=out_dtype or (torch.float32 if is_gradient else torch.bfloat16))
     options = {"num_sms": num_sms, "pdl": pdl}
     if is_gradient:
+        _check_heads(a.transpose(0, 1), b.transpose(0, 1), out)
         for head in range(len(out)):
             dense.gemm(a[:, head].t(), b[:, head].t(), out[head], accumulate=accumulate, **options)
         return out
     weights = b.transpose(1, 2) if expr == "bhd,hdr->bhr" else b
     multiply_heads((a.transpose(0, 1), weights), out.transpose(0, 1), dense.gemm, grouped.grouped_gemm, **options)
     return out
+
+
+def check_sum(expr: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options) -> None:
+    """Raise what `einsum` would raise with accumulate=True."""
+    _check(expr, a, b, out, None, accumulate=True)
+    if expr == EXPRESSIONS[0]:
+        thin.THIN_GEMM.checked((a, b, out, None, None), thin.Options(accumulate=True, **options))
+    elif len(out):
+        _check_heads(a.transpose(0, 1), b.transpose(0, 1), out)
+        dense.check_sum("gemm", (a[:, 0].t(), b[:, 0].t()), out[0], **options)
 
 
 def multiply_heads(
@@ -90,13 +99,30 @@ def multiply_heads(
     fits = _are_groups(a) and _are_groups(out)
     along_n = b.stride(-1) != 1 and b.shape[-1] % _K_BLOCK != 0
     if (not fits and a.shape[1] >= _MANY_ROWS and not is_traced()) or along_n:
+        _check_heads(a, b, out)
         for head in range(a.shape[0]):
             multiply(*(x[head] for x in operands), out[head], **options)
         return
     into = out if _are_groups(out) else out.new_empty(out.shape)
+    if into is not out and not is_traced():
+        require_apart("out", out)
     multiply_groups(a if _are_groups(a) else a.contiguous(), *operands[1:], out=into, **options)
     if into is not out:
         out.copy_(into)
+
+
+def _check_heads(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Check what no GEMM of one head sees, or that of a later head only, when others have been launched."""
+    if is_traced():
+        return
+    for name, x in (("a", a), ("b", b)):
+        step = x.stride(0) * x.element_size()
+        if x.numel() and len(x) > 1 and step % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"{name}'s heads lie {step} bytes apart, no multiple of {ALIGNMENT_BYTES}: pad its last dimension to a "
+                f"multiple of {ALIGNMENT_BYTES // x.element_size()} and pass the slice"
+            )
+    require_apart("out", out)
 
 
 def goes_by_head(a: torch.Tensor, out: torch.Tensor) -> bool:
@@ -121,7 +147,9 @@ def _shape(expr: str, a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
 
 def _check(expr: str, a, b, out, out_dtype: torch.dtype | None, accumulate: bool) -> None:
     """Checks that the GEMMs, which see one head, do not make."""
-    require_tensors(a=a, b=b, **({} if out is None else {"out": out}))
+    if expr not in EXPRESSIONS:
+        raise ValueError(f"expr is {expr!r}; it must be one of {', '.join(EXPRESSIONS)}, spelled so")
+    require_tensors(is_traced(), a=a, b=b, **({} if out is None else {"out": out}))
     check_one("accumulate", accumulate)
     finishes.check_out_dtype(out_dtype)
     finishes.check_out(out, out_dtype)

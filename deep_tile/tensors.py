@@ -157,8 +157,8 @@ def no_tensor(name: str, value: object, remedy: str, may_lack: bool = False) -> 
     return TypeError(f"{name} must be {wanted}; got {type(value).__name__}. To fix: {remedy}")
 
 
-def require_tensors(**given: object) -> None:
-    """Raise unless arguments, by name, are tensors, and `require_plain` takes them.
+def require_tensors(is_traced: bool = False, **given: object) -> None:
+    """Raise unless arguments, by name, are tensors, and `require_plain` takes them; what is traced has no memory.
 
     Raises:
         TypeError: an argument is no tensor.
@@ -167,7 +167,8 @@ def require_tensors(**given: object) -> None:
     for name, x in given.items():
         if not isinstance(x, torch.Tensor):
             raise no_tensor(name, x, "pass a tensor on the GPU")
-    require_plain(**given)
+    if not is_traced:
+        require_plain(**given)
 
 
 def require_module(model: object) -> None:
@@ -208,6 +209,16 @@ def require_dense_in_eager(**given: torch.Tensor) -> None:
     """`require_dense`, except where torch.compile traces: it knows no memory."""
     if not torch.compiler.is_compiling():
         require_dense(**given)
+
+
+def require_apart(name: str, target: torch.Tensor) -> None:
+    """Raise where elements share memory: where a step is no longer than what the shorter ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(target.stride(), target.shape, strict=True)):
+        if size > 1 and stride <= reach and target.numel():
+            seen = f"its shape is {list(target.shape)}, its strides are {target.stride()}"
+            raise ValueError(f"elements of {name} share memory: {seen}. Pass a contiguous one, not expanded")
+        reach += (size - 1) * stride
 
 
 def is_aligned(x: torch.Tensor) -> bool:

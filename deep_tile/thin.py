@@ -6,7 +6,6 @@ order (parts.py). Invariant: results repeat bit for bit; how many parts there ar
 alone.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -157,7 +156,7 @@ def precompile_thin(workers: int | None = None, *, progress: bool = False) -> in
         How many had to be compiled.
     """
     before = compilations()
-    cast.load_kernels(checks.current_gpu(), workers or os.cpu_count() or 1, parts.all_kernels(), progress)
+    cast.load_kernels(checks.current_gpu(), workers, parts.all_kernels(), progress)
     return compilations() - before
 
 
@@ -326,6 +325,7 @@ class ByParts(Operation):
             raise ValueError("accumulate is True and out None: pass what the product is added to")
 
     def check_memory(self, given: Given, options: Options) -> Options:
+        checks.check_sizes(*map(_matrix, given[:2]))
         for name, x in zip("ab", given, strict=False):
             _check_strides(name, x)
         out, *squares = given[self._written_to]
@@ -382,11 +382,14 @@ def _check_terms(terms: object) -> None:
         raise ValueError(f"terms is {terms!r}; pass 3, which are exact, or 2")
 
 
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """The first of [s, rows, k], or [rows, k]."""
+    return x if x.dim() == 2 else x[0] if len(x) else x.flatten(0, 1)
+
+
 def _check_strides(name: str, x: torch.Tensor) -> None:
     """Check that TMA, or 16-byte loads, can read a K-major [rows, k] or [s, rows, k]."""
-    matrix = x if x.dim() == 2 else x[0] if len(x) else x.flatten(0, 1)
-    checks.check_operand_strides(**{name: matrix})
-    checks.check_sizes(matrix, matrix)
+    checks.check_operand_strides(**{name: _matrix(x)})
     if x.shape[-1] * x.element_size() > checks.MAX_SIZE:  # the kernel counts K in bytes
         most = checks.MAX_SIZE // x.element_size()
         raise ValueError(f"{name} has k = {x.shape[-1]}; of {x.dtype} at most {most}: split the product")

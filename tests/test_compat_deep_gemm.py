@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import ACCUMULATION, Exact, GuardedOut, Operands, assert_accurate, exact_product, make_operands
 
-from deep_tile import per_token_cast_to_fp8
+from deep_tile import fp8_wgrad, per_token_cast_to_fp8
 from deep_tile.compat import deep_gemm, indexer, process
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
@@ -243,7 +243,32 @@ def test_sums_of_wrong_products_leave_d_alone():
     ):
         with pytest.raises((TypeError, ValueError)):
             deep_gemm.fp8_gemm_nt(a, b, d, c, recipe=(1, 1, 128))
-    assert not d.any()
+    x = torch.randn(2, 8, 16).bfloat16()
+    for expr, y in (("bmk,bnk->mn", x[..., :8]), ("bmk,bnk->mn", x.float()), ("nt", x)):
+        with pytest.raises((TypeError, ValueError)):
+            deep_gemm.einsum(expr, x, y, d[:, :8], c[:, :8])
+    lengths, sums = [1, 2], torch.zeros(2, 1, 16)  # the second group begins between two multiples of 16 bytes
+    with pytest.raises(ValueError, match="a must begin at a multiple of 16 bytes"):
+        deep_gemm.k_grouped_bf16_gemm_tn_contiguous(x[0, :3, :1].contiguous(), x[0, :3], sums, lengths, c=sums + 1)
+    lengths, sums = [1, 2], torch.zeros(2, 9, 16)  # a single row has no stride
+    with pytest.raises(ValueError, match="a's column stride must be a multiple of 16 bytes"):
+        deep_gemm.k_grouped_bf16_gemm_tn_contiguous(x[0, :3, :9].contiguous(), x[0, :3], sums, lengths, c=sums + 1)
+    assert not d.any() and not sums.any()
+
+
+def test_gradients_in_both_formats_are_launched_one_by_one():
+    """One launch for all groups takes float8_e4m3fn alone."""
+    parts = [product_of_rows(8, 16, 128, "cpu") for _ in range(2)]
+    parts = [part._replace(a=part.a.float().to(torch.float8_e5m2)) for part in parts]
+    dy, x = (torch.cat([part[at].view(torch.uint8).flatten() for part in parts]) for at in (0, 2))
+    scales = [torch.cat([part[at] for part in parts], 1) for at in (1, 3)]
+    d = torch.zeros(2, 8, 16)
+    pairs = (dy.view(torch.float8_e5m2), scales[0]), (x.view(torch.float8_e4m3fn), scales[1])
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*pairs, d, [128, 128])
+    for part, out in zip(parts, d, strict=True):
+        wanted = torch.zeros(8, 16)
+        fp8_wgrad(*part[:4], wanted)
+        assert torch.equal(out, wanted)
 
 
 def test_wrong_calls_launch_nothing():

@@ -15,10 +15,12 @@ from formats import draw
 from helpers import same_bits
 from stand_ins import add_modules, assert_accepts, forget_modules, layer_of, product, relative_error, stacked
 
-from deep_tile import fp8_gemm, fp8_linear, per_token_cast_to_fp8
+from deep_tile import fp8_gemm, fp8_linear, mqa_logits, paged_mqa_logits, per_token_cast_to_fp8
+from deep_tile.compat import deep_gemm
 from deep_tile.config import round_up
 from deep_tile.integrations import engines
 from deep_tile.integrations import sglang_hooks as hooks
+from deep_tile.integrations import sglang_indexer as indexer
 from deep_tile.integrations.sglang import register
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -50,6 +52,16 @@ def grouped_gemm_nt_f8f8bf16_masked(
     lhs, rhs, out, masked_m, expected_m, overlap_args=None, max_block_n=256, recipe_a=None, recipe_b=None
 ):
     return "its own", overlap_args, max_block_n, recipe_a, recipe_b
+
+
+def fp8_mqa_logits(q, kv, weights, ks, ke, clean_logits=False, max_seqlen_k=0):
+    return "its own", clean_logits, max_seqlen_k
+
+
+def fp8_paged_mqa_logits(
+    q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits=False, indices=None
+):
+    return "its own", max_context_len, clean_logits, indices
 
 
 class Mxfp4MoEMethod:
@@ -106,6 +118,7 @@ def sglang(monkeypatch):
     own = SimpleNamespace(get_mk_alignment_for_contiguous_layout=lambda: 128)
     modules = {
         "sglang": {"__version__": "0.5.23"},
+        "deep_gemm": {logits.__name__: logits for logits in (fp8_mqa_logits, fp8_paged_mqa_logits)},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         FP8_UTILS: {linear.__name__: linear},
         ENTRYPOINT: of_groups | {"deep_gemm": own},
@@ -137,6 +150,8 @@ def test_hooks_have_sglangs_signatures(mxfp4):
         (hooks.grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_contig),
         (hooks.grouped_gemm_nt_f8f8bf16_masked, grouped_gemm_nt_f8f8bf16_masked),
         (mxfp4.method, Config.get_quant_method),
+        (indexer.fp8_mqa_logits, fp8_mqa_logits),
+        (indexer.fp8_paged_mqa_logits, fp8_paged_mqa_logits),
     ):
         assert_accepts(hook, theirs, skipped=1)
 
@@ -151,6 +166,8 @@ def test_hooks_are_registered_once(sglang):
         f"{FP8_UTILS}.deepgemm_w8a8_block_fp8_linear_with_fallback": (hooks.linear, HookType.AROUND),
         f"{ENTRYPOINT}.grouped_gemm_nt_f8f8bf16_contig": (hooks.grouped_gemm_nt_f8f8bf16_contig, HookType.AROUND),
         f"{ENTRYPOINT}.grouped_gemm_nt_f8f8bf16_masked": (hooks.grouped_gemm_nt_f8f8bf16_masked, HookType.AROUND),
+        "deep_gemm.fp8_mqa_logits": (indexer.fp8_mqa_logits, HookType.AROUND),
+        "deep_gemm.fp8_paged_mqa_logits": (indexer.fp8_paged_mqa_logits, HookType.AROUND),
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (hooks.make_ready, HookType.AFTER),
     }
 
@@ -312,17 +329,22 @@ def test_no_rows_are_no_product(sglang):
 def test_loaded_models_are_made_ready(monkeypatch, chunk, most, deterministic):
     asked = []
     monkeypatch.setattr(hooks.nn, "precompile_model", lambda *given, **options: asked.append((given, options)))
+    monkeypatch.setattr(indexer.logits, "precompile_logits", lambda *given, **options: asked.append((given, options)))
     arguments = SimpleNamespace(
         chunked_prefill_size=chunk, max_prefill_tokens=16384, enable_deterministic_inference=deterministic
     )
     monkeypatch.setattr(hooks, "_settings", {})
-    runner = SimpleNamespace(model="m", server_args=arguments)
+    model = torch.nn.ModuleList(torch.nn.Identity() for _ in range(5))
+    for layer, heads, head_dim in zip(model, (64, 64, 129, 64), (128, 128, 128, 576), strict=False):
+        layer.index_topk, layer.n_heads, layer.head_dim = 2048, heads, head_dim
+    runner = SimpleNamespace(model=model, server_args=arguments)
     for capability in ((10, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, seen=capability: seen)
         hooks.make_ready(None, runner)
     settings = {"batch_invariant": deterministic}
-    assert asked == [(("m", most), {"grouping": grouping} | settings) for grouping in ("offs", "counts")]
+    assert asked[:2] == [((64, 128), {"paged": paged}) for paged in (False, True)]
+    assert asked[2:] == [((model, most), {"grouping": grouping} | settings) for grouping in ("offs", "counts")]
     multiplied = []
     monkeypatch.setattr(hooks.products, "fp8_linear", lambda *_, **options: multiplied.append(options))
     layer = layer_of(136, 272)
@@ -502,13 +524,71 @@ def test_tokens_are_padded_where_sglang_has_padded_weights(mxfp4):
     assert same_bits(*outs)
 
 
-@pytest.mark.parametrize("changed", ["arguments", "missing"])
+@pytest.mark.parametrize("changed", ["arguments", "missing", "arguments of DeepGEMM's", "DeepGEMM"])
 def test_a_release_with_other_functions_has_block_fp8_served(sglang, monkeypatch, caplog, changed):
     if changed == "arguments":
         monkeypatch.setattr(Config, "get_quant_method", lambda self, layer: None)
-    else:
+    elif changed == "missing":
         monkeypatch.delattr(sys.modules[f"{QUANTIZATION}.mxfp4"], "Mxfp4Config")
+    elif changed == "DeepGEMM":
+        monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    else:
+        monkeypatch.setattr(sys.modules["deep_gemm"], "fp8_mqa_logits", print)
     register()
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "leaves experts of MXFP4 to SGLang" in record.getMessage()
-    assert len(sglang) == 4 and not [target for target in sglang if "get_quant_method" in target]
+    left, name = ("the indexer", "deep_gemm") if "DeepGEMM" in changed else ("experts of MXFP4", "get_quant_method")
+    assert f"leaves {left} to SGLang" in record.getMessage()
+    assert len(sglang) == 6 and not [target for target in sglang if name in target.split(".")]
+
+
+# ---- indexers
+
+
+def test_the_indexer_is_left_to_functions_that_are_deep_tiles_already(sglang, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    deep_gemm.install(force=True)
+    register()
+    deep_gemm.uninstall()
+    assert len(sglang) == 6 and not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def queries(device, heads=32, head_dim=128):
+    q = torch.randn(6, heads, head_dim, device=device).to(torch.float8_e4m3fn)
+    return q, torch.rand(6, heads, device=device)
+
+
+@DEVICES
+@pytest.mark.parametrize("columns", [0, 64])
+def test_logits_of_prompts(device, columns):
+    q, weights = queries(device)
+    kv = torch.randn(70, 128, device=device).to(torch.float8_e4m3fn), torch.rand(70, device=device)
+    bounds = torch.arange(6, device=device).int(), torch.arange(65, 71, device=device).int()
+    out = indexer.fp8_mqa_logits(None, q, kv, weights, *bounds, clean_logits=True, max_seqlen_k=columns)
+    assert same_bits(out, mqa_logits(q, *kv, weights, *bounds, clean=True, columns=columns or None))
+
+
+@DEVICES
+def test_logits_of_pages(device):
+    q, weights = queries(device)
+    cache = torch.randint(0, 120, (3, 64, 1, 132), dtype=torch.uint8, device=device)
+    cache.flatten(1)[:, 64 * 128 :] = torch.ones(3, 64, device=device).view(torch.uint8)
+    table = torch.tensor([[0, 2], [1, 0]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([[70, 71, 72], [3, 4, 5]], dtype=torch.int32, device=device)
+    given = q.unflatten(0, (2, 3)), cache, weights, lengths, table
+    out = indexer.fp8_paged_mqa_logits(None, *given, None, 100, clean_logits=True)
+    assert same_bits(out, paged_mqa_logits(*given, columns=100, clean=True))
+
+
+@pytest.mark.parametrize("changed", ["bf16 q", "bf16 weights", "129 heads", "head_dim", "queries", "pages", "indices"])
+def test_other_logits_go_to_sglangs_own(changed):
+    q, weights = queries("cpu", *{"129 heads": (129, 128), "head_dim": (32, 96)}.get(changed, ()))
+    q = q.bfloat16() if changed == "bf16 q" else q
+    weights = weights.bfloat16() if changed == "bf16 weights" else weights
+    page, indices = (32 if changed == "pages" else 64), ("i" if changed == "indices" else None)
+    of_sequences = q.expand(9, *q.shape).transpose(0, 1) if changed == "queries" else q[:, None]
+    given = of_sequences, torch.zeros(2, page, 1, 132).byte(), weights, None, None, "schedule", 100, False
+    own = indexer.fp8_paged_mqa_logits(fp8_paged_mqa_logits, *given, indices)
+    assert own == ("its own", 100, False, indices)
+    if changed not in ("queries", "pages", "indices"):
+        own = indexer.fp8_mqa_logits(fp8_mqa_logits, q, (None, None), weights, None, None, True, 7)
+        assert own == ("its own", True, 7)

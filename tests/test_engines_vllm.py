@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deep_tile
 from deep_tile import dequantize, fp8_gemm, fp8_linear, per_token_cast_to_fp8
+from deep_tile.integrations import engines
 from deep_tile.integrations import vllm as plugin
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -928,9 +929,14 @@ def test_weights_that_cannot_be_packed_are_refused_with_the_remedy(vllm):
         methods(vllm).convert_weight_to_mxfp4_moe_kernel_format(mxfp4_backend=backend, layer=layer, **given)
 
 
-def test_a_release_with_other_functions_has_block_fp8_served(vllm, monkeypatch, caplog):
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_release_with_other_functions_has_block_fp8_served(vllm, monkeypatch, caplog, raises):
     monkeypatch.delattr(sys.modules[METHODS], "select_deepseek_v4_mxfp4_moe_backend")
+    if raises:  # half a plugin must not be: its kernels would serve while the cache's key denies it
+        broken = SimpleNamespace(hook=lambda: 1 / 0)
+        monkeypatch.setitem(sys.modules, "deep_tile.integrations.vllm_mxfp4", broken)
     plugin.register()
+    assert engines.has_entered(engines.VLLM)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "MXFP4" in record.getMessage() and vllm.kernels["cuda"][0].__name__.startswith("DeepTile")
     assert sys.modules[METHODS].select_mxfp4_moe_backend is vllm.own_mxfp4["select_mxfp4_moe_backend"]

@@ -185,7 +185,7 @@ def test_dtypes_are_names_or_torchs(name):
     asked = {"output": torch.float32, "bias": torch.bfloat16}
     explained = deep_tile.explain(64, 128, 256, dtype=dtype, **asked)
     assert explained == deep_tile.explain(64, 128, 256, dtype=kind, output="fp32", bias="bf16")
-    assert explained["dtype"] == kind == api._kind_of(dtype, None).name
+    assert explained["dtype"] == kind == api.kind_of(dtype, None).name
     assert deep_tile.explain_groups(4, 64, 128, 256, kind=dtype) == deep_tile.explain_groups(4, 64, 128, 256, kind=kind)
 
 

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "params": set(),
     "codegen": {"config", "kinds", "params"},
     "packaged": set(),
-    "progress": set(),
+    "progress": {"config"},
     "jit": {"_launcher", "packaged", "sass", "settings"},
     "select": SIZES | {"settings"},
     "watch": {"codegen", "config", "settings"},
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
     "logits_launch": {"_launcher", "cast", "codegen", "config", "params", "select", "walls"},
     "logits": {"cast", "checks", "codegen", "config", "launches", "logits_launch", "operation", "ops", "tensors"}
-    | {"select"},
+    | {"options", "select"},
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "select"}
     | {"sources", "tensors"},
@@ -121,7 +121,7 @@ MAY_IMPORT = {
     | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
-    | {"kinds", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
+    | {"kinds", "logits", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
     "compat": CALL
     | {
         "checks",
@@ -179,6 +179,7 @@ WITH_TORCH = {
     "integrations.peft",
     "integrations.torchtitan",
     "integrations.sglang_hooks",
+    "integrations.sglang_indexer",
     "integrations.sglang_mxfp4",
     "integrations.transformers",
     "integrations.transformers_blocks",

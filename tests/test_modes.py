@@ -152,6 +152,8 @@ def calls(m: int = M) -> dict[str, Call]:
         "combine to out": of("combine", x, weights, index, torch.zeros(4, K).bfloat16()),
         "sort_by_expert": of("sort_by_expert", chosen, 4, alignment=128),
         "dequantize": of("dequantize", a, a_scale, flops=None),
+        "einsum": of("einsum", "bhd,hdr->bhr", x.view(m, 2, -1), wide.view(2, -1, N)[:, :128], flops=None),
+        "einsum of gradients": of("einsum", "bhd,bhr->hdr", x.view(m, 2, -1), x.view(m, 2, -1), flops=None),
         "interleave_gate_up": of("interleave_gate_up", wide, flops=None),
         "grouped_mm": Call(torch_compat.grouped_mm, (x, torch.stack([wide, wide]).mT), {"offs": offs}, None),
         "fp8_gemm_nt": into("fp8_gemm_nt", (a, a_scale), (b, b_scale), product),
@@ -325,6 +327,26 @@ def test_fakes_and_meta_tensors_give_layouts(name):
         fake = call.made(mode.from_tensor)()
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert layouts(call()) == layouts(fake) == wanted
+
+
+EMPTY_OR_SINGLE = {
+    "combine": lambda m, k: (torch.zeros(3, k).bfloat16(), torch.ones(m, 2), torch.zeros(m, 2, dtype=torch.int32)),
+    "dequantize": lambda m, k: (torch.zeros(m, k).to(FP8), torch.ones(m, -(-k // 128))),
+    "per_token_cast_to_fp8": lambda m, k: (torch.zeros(m, k),),
+    "per_block_cast_to_fp8": lambda m, k: (torch.zeros(m, k),),
+    "silu_mul_cast_to_fp8": lambda m, k: (torch.zeros(m, 2 * k).bfloat16(),),
+    "thin_gemm": lambda m, k: (torch.zeros(m, 8).bfloat16(), torch.zeros(k, 8)),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY_OR_SINGLE)
+def test_fakes_have_the_strides_of_empty_results_and_single_rows(name):
+    call = getattr(deep_tile, name)
+    for shape in ((0, 0), (0, 2), (5, 0), (1, 2), (1, 1), (5, 1)):
+        real = EMPTY_OR_SINGLE[name](*shape)
+        with FakeTensorMode() as mode:
+            fakes = tensors_in(call(*map(mode.from_tensor, real)))
+        assert [(x.shape, x.stride()) for x in fakes] == [(x.shape, x.stride()) for x in tensors_in(call(*real))]
 
 
 @pytest.mark.parametrize("name", [name for name, call in calls().items() if call.flops is not None])

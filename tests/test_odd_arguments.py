@@ -140,6 +140,7 @@ WRONG_VALUES = [
     ("einsum", {"out": torch.zeros(5, 2, 32), "out_dtype": torch.bfloat16}, TypeError, "out_dtype is torch.bfloat16"),
     ("einsum", {"accumulate": 0}, TypeError, "accumulate is 0"),
     ("einsum", {"out": torch.zeros(5, 2, 32, requires_grad=True)}, RuntimeError, "out requires a gradient"),
+    ("einsum", {"out": torch.zeros(300).as_strided((5, 2, 32), (50, 24, 1))}, ValueError, "elements of out share"),
     *((call, {"clean": value}, TypeError, "clean is")
       for call in ("mqa_logits", "paged_mqa_logits") for value in ("no", 0, [])),
     *((call, {"columns": value}, TypeError, "columns is")
@@ -161,6 +162,36 @@ def test_wrong_values(case):
     function, given = arguments()[call]
     with pytest.raises(error, match=text):
         function(**given | changed)
+
+
+@pytest.mark.parametrize(
+    ("expr", "a", "b", "out", "text"),
+    [
+        ("bhd,bhr->hdr", (5, 2, 4), (5, 2, 8), (2, 4, 8), "a's heads lie 8 bytes apart.* pad .* multiple of 8 and"),
+        ("bhd,bhr->hdr", (5, 2, 8), (5, 2, 4), (2, 8, 4), "b's heads lie 8 bytes apart"),
+        ("bhr,hdr->bhd", (300, 2, 4), (2, 16, 4), (300, 2, 16), "a's heads lie 8 bytes apart"),
+        ("bhd,hdr->bhr", (1, 2, 3), (2, 3, 8), (1, 2, 8), "a's heads lie 6 bytes apart"),
+    ],
+)
+def test_no_head_is_multiplied_where_the_second_is_refused(expr, a, b, out, text):
+    a, b, out = torch.randn(a).bfloat16(), torch.randn(b).bfloat16(), torch.full(out, 7.0)
+    with pytest.raises(ValueError, match=text):
+        deep_tile.einsum(expr, a, b, out)
+    assert (out == 7).all()
+
+
+def test_heads_of_gradients_are_apart():
+    a = torch.randn(5, 2, 8).bfloat16()
+    with pytest.raises(ValueError, match="elements of out share memory"):
+        deep_tile.einsum("bhd,bhr->hdr", a, a, torch.zeros(8, 8).expand(2, 8, 8))
+
+
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_groups_without_rows_have_any_stride(which):
+    """torch says 0 of an expanded dimension."""
+    given = {"a": torch.ones(2, 3, 64).bfloat16(), "b": torch.ones(2, 16, 64).bfloat16()}
+    given[which] = given[which][:, :1].expand(2, 1, 64).as_strided((2, 0, 64), (64, 0, 1))
+    assert deep_tile.grouped_gemm(**given).shape == (2, *(len(x[0]) for x in given.values()))
 
 
 @pytest.mark.parametrize("splits", [None, (0, 8, 0), (8, 8), (8, "8", 8), (-8, 8, 16)], ids=str)
@@ -186,7 +217,34 @@ def test_predictions_are_for_layers(sizes):
         train.predict(*sizes)
 
 
+ASKED = {
+    "explain": (64, 128, 256),
+    "explain_groups": (4, 64, 128, 256),
+    "precompile_logits": (64, 128),
+    "precompile_thin": (),
+    "precompile": ([(128, 256, 8)],),
+}
+# fmt: off
+WRONG_QUESTIONS = [
+    *(("explain", "call", value, ValueError) for value in ("", False, 0, {}, torch.zeros(2))),
+    *(("explain", name, value, ValueError) for name in ("output", "bias") for value in ([64], {}, torch.zeros(2))),
+    *(("explain", "activation", value, TypeError) for value in (["relu"], {"m": 1}, torch.zeros(2))),
+    *(("explain_groups", "kind", value, ValueError) for value in ([64], {"m": 1}, torch.zeros(2))),
+    *(("precompile_logits", "paged", value, TypeError) for value in (1, "no", [])),
+    ("precompile_logits", "out_dtype", [], ValueError),
+    *((call, "workers", value, ValueError) for call in (*ASKED,)[2:] for value in (0, -1, 2.0, "8", True)),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("call", "name", "value", "error"), WRONG_QUESTIONS, ids=str)
+def test_questions_about_calls_are_refused_by_name(call, name, value, error):
+    with pytest.raises(error, match=f"^({name} is|operands are)"):
+        getattr(deep_tile, call)(*ASKED[call], **{name: value})
+
+
 def test_sizes_may_be_numpys():
+    assert deep_tile.precompile_logits(np.uint8(64), np.int64(128), queries=np.int8(1)) == 1
     assert train.predict(np.int64(64), 64, 64) == train.predict(64, 64, 64)
     assert deep_tile.explain_groups(np.int64(8), 64, 512, 512)["why"]
 
@@ -345,6 +403,8 @@ def test_thin_products_count_bytes_of_k():
     for k, dtype, name in ((2**29, torch.float32, "b"), (2**30, torch.bfloat16, "a")):
         with pytest.raises(ValueError, match=rf"{name} has k = {k}; of {dtype} at most"):
             deep_tile.thin_gemm(on_meta(1, k, dtype=torch.bfloat16), on_meta(1, k, dtype=dtype))
+    with pytest.raises(ValueError, match=rf"m, n, k = 1, {2**31}, 8; each must be at most"):
+        deep_tile.thin_gemm(on_meta(1, 8, dtype=torch.bfloat16), on_meta(2**31, 8, dtype=torch.float32))
     most = 2**29 - 256
     assert deep_tile.thin_gemm(on_meta(1, most, dtype=torch.bfloat16), on_meta(8, most, dtype=torch.float32)).is_meta
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from deep_tile import api, checks, dense, grouped, quantize, sums, thin, wgrad
+from deep_tile import api, checks, dense, grouped, quantize, sums, tensors, thin, wgrad
 from deep_tile.compat import arguments, indexer, original, process
 from deep_tile.compat.arguments import Pair
 from deep_tile.compat.layouts import ends_of, group_ends
@@ -332,7 +332,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
         dense.check_sum("fp8_wgrad", products[0][:4], d[0], **process.settings)
     adds = arguments.begin_sum(d, c)
     is_recorded = is_traced() or (d.is_cuda and torch.cuda.is_current_stream_capturing())
-    if len(products) > 1 and _leaves_sms_idle(m, n) and not is_recorded:
+    is_e4m3 = a.dtype == b.dtype == quantize.FP8_DTYPE  # as one launch for all groups takes it
+    if len(products) > 1 and _leaves_sms_idle(m, n) and is_e4m3 and not is_recorded:
         rows = _side_by_side(a, m, ks_cpu), a_scale, _side_by_side(b, n, ks_cpu), b_scale
         wgrad.fp8_grouped_wgrad(*rows, ends_of(ks_cpu, d.device), d, accumulate=adds, **process.settings)
         return
@@ -447,6 +448,8 @@ def einsum(
             raise ValueError(f"set_compile_mode(1) does not cover {expr!r}: call it once instead")
         thin.precompile_thin()
         return
+    if c is not None and c is not d and not is_traced():  # before d is written to
+        sums.check_sum(expr, a, b, d, **process.settings)
     accumulate = arguments.begin_sum(d, c)
     sums.einsum(expr, a, b, d, accumulate=accumulate, **process.settings)
 
@@ -612,8 +615,10 @@ def k_grouped_bf16_gemm_tn_contiguous(
         for x, y, out in products:
             _make_ready("bf16", x, y, out, accumulate=True)
         return
-    if products and not is_traced():  # before d is written to; groups differ in rows alone
-        dense.check_sum("gemm", products[0][:2], products[0][2], **process.settings)
+    if not is_traced():  # before d is written to: the longest group shows strides, which single rows have not
+        longest = sorted(products, key=lambda product: -product[0].shape[1])[:1]
+        for x, y, out in longest + [each for each in products if not all(map(tensors.is_aligned, each[:2]))]:
+            dense.check_sum("gemm", (x, y), out, **process.settings)
     if not arguments.begin_sum(d, c):
         d.zero_()
     for product in products:

@@ -9,6 +9,7 @@ REFUSED = {
             *("fp8_mega_moe", "get_symm_buffer_for_sm90_mega_moe", "transform_weights_for_mega_moe_sm90"),
             *("mega_moe_pre_dispatch_sm90", "SM90SymmBuffer", "get_block_m_for_mega_moe", "SymmBuffer"),
             *("get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe", "mega_moe_pre_dispatch"),
+            "transform_scales_for_mega_moe",
         ),
         _OF_RANKS,
     ),

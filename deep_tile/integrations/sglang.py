@@ -1,12 +1,15 @@
 """deep_tile inside SGLang: `register()`, which SGLang calls in each process by the entry point sglang.srt.plugins,
-hooks block FP8 GEMMs and experts of MXFP4 if SGLANG_USE_DEEP_TILE is 1.
+hooks block FP8 GEMMs, experts of MXFP4 and indexers if SGLANG_USE_DEEP_TILE is 1.
 
-SGLang's hook registry wraps its Hopper GEMM functions: DeepGEMM's, its default; and the functions that choose a layer's
-quantisation method. Invariant: without the variable nothing is imported and nothing changed.
+SGLang's hook registry wraps its Hopper GEMM functions: DeepGEMM's, its default; the functions that choose a layer's
+quantisation method; and DeepGEMM's for an indexer's logits. Invariant: without the variable nothing is imported and
+nothing changed.
 """
 
+import importlib
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable
 
 from deep_tile.integrations import engines
@@ -34,23 +37,26 @@ def _hook() -> None:
 
     for target, hook in sglang_hooks.AROUND.items():
         _check_signature(target, hook)
-    for target, hook in (sglang_hooks.AROUND | _of_mxfp4()).items():
+    around = sglang_hooks.AROUND | _known("experts of MXFP4", "sglang_mxfp4")
+    if "deep_tile" not in getattr(sys.modules.get("deep_gemm"), "__version__", ""):  # else it is ours already
+        around = around | _known("the indexer", "sglang_indexer")
+    for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     for target, hook in sglang_hooks.AFTER.items():
         HookRegistry.register(target, hook, HookType.AFTER)
 
 
-def _of_mxfp4() -> dict[str, Callable]:
-    """Hooks for experts of MXFP4. A release whose functions for them are others has block FP8 served alone."""
+def _known(what: str, module: str) -> dict[str, Callable]:
+    """Hooks of a module beside this one. A release whose functions for them are others keeps those: the rest is
+    served."""
     try:
-        from deep_tile.integrations.sglang_mxfp4 import METHODS
-
-        for target, hook in METHODS.items():
+        hooks = importlib.import_module(f"deep_tile.integrations.{module}").AROUND
+        for target, hook in hooks.items():
             _check_signature(target, hook)
-    except (AttributeError, ImportError, RuntimeError) as error:
-        engines.logger(engines.SGLANG).warning("deep_tile leaves experts of MXFP4 to SGLang: %s", error)
+    except Exception as error:  # what is imported raises anything
+        engines.logger(engines.SGLANG).warning("deep_tile leaves %s to SGLang: %s", what, error)
         return {}
-    return METHODS
+    return hooks
 
 
 def _check_signature(target: str, hook: Callable) -> None:

@@ -12,7 +12,7 @@ import torch
 from deep_tile import grouped, nn
 from deep_tile import linear as products
 from deep_tile.compat.layouts import group_ends
-from deep_tile.integrations import engines
+from deep_tile.integrations import engines, sglang_indexer
 from deep_tile.integrations.transformers_weights import takes
 from deep_tile.quantize import FP8_DTYPE, TOKEN_BLOCK, WEIGHT_BLOCK
 
@@ -143,6 +143,7 @@ def make_ready(_: object, runner: object) -> None:
     most = chunk if chunk > 0 else arguments.max_prefill_tokens
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return
+    sglang_indexer.make_ready(runner.model)
     for grouping in ("offs", "counts"):
         try:
             nn.precompile_model(runner.model, most, grouping=grouping, **_settings)

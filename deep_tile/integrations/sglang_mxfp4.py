@@ -1,4 +1,4 @@
-"""SGLang's experts of MXFP4 through deep_tile, as gpt-oss and DeepSeek-V4 have them: `METHODS`, hooks that hand out a
+"""SGLang's experts of MXFP4 through deep_tile, as gpt-oss and DeepSeek-V4 have them: `AROUND`, hooks that hand out a
 quantisation method of ours.
 
 Registered by sglang.py beside it. SGLang's own method makes the parameters that checkpoints are loaded into, in the
@@ -91,7 +91,7 @@ def method(original, self, layer: torch.nn.Module, prefix: str) -> object:
     return DeepTileMxfp4MoEMethod(theirs)
 
 
-METHODS = dict.fromkeys(
+AROUND = dict.fromkeys(
     (f"sglang.srt.layers.quantization.{config}.get_quant_method" for config in ("mxfp4.Mxfp4Config", "fp8.Fp8Config")),
     method,
 )

@@ -1,6 +1,6 @@
 """Which FP8 weights in client layers deep_tile can multiply, and in which form.
 
-Called by transformers.py, transformers_experts.py and sglang_hooks.py beside it.
+Called by transformers.py, transformers_experts.py, sglang_hooks.py and sglang_indexer.py beside it.
 """
 
 import functools
@@ -26,8 +26,13 @@ def takes(input, weight, weight_scale_inv, block_size) -> bool:
         and weight_scale_inv.dtype in tensors.SCALE_DTYPES
         and input.dtype in _INPUT_DTYPES
         and weight.shape[-1] % _ROW_BYTES == 0
-        and (input.device.type == "cpu" or (input.device.type == "cuda" and _is_hopper(input.device.index)))
+        and runs_on(input.device)
     )
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether deep_tile computes there: on a CPU, or a Hopper GPU."""
+    return device.type == "cpu" or (device.type == "cuda" and _is_hopper(device.index))
 
 
 @torch.compiler.assume_constant_result

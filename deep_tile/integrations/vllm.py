@@ -88,7 +88,7 @@ def _hook_mxfp4() -> None:
         from deep_tile.integrations.vllm_mxfp4 import hook
 
         _undo.append(hook())
-    except (AttributeError, ImportError) as error:
+    except Exception as error:  # what is imported raises anything
         engines.logger(engines.VLLM).warning("deep_tile leaves experts of MXFP4 to vLLM: %s", error)
 
 

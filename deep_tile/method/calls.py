@@ -89,7 +89,8 @@ def derivation(
 ) -> Derivation | Answer:
     """The facts behind `explain`; arguments and errors as there."""
     gpu, plain = named(hardware), {"bias": "none", "activation": "none", "layout": "nt"}
-    made = {name: value for name, value in made.items() if value not in (None, plain.get(name))}
+    made = {name: value for name, value in made.items() if value is not None}
+    made = {name: value for name, value in made.items() if not isinstance(value, str) or value != plain.get(name)}
     if made or groups is not None or heads is not None:
         from deep_tile.method import described
 

@@ -8,7 +8,7 @@ from deep_tile import api
 from deep_tile.checks import Sizes
 from deep_tile.config import check_sizes, round_up
 from deep_tile.discovery import OPS, PRIVATE
-from deep_tile.kinds import EVERY_KIND, QUANTIZED, S8, USUAL, name_of
+from deep_tile.kinds import QUANTIZED, S8, USUAL, name_of
 from deep_tile.method import groups as of_groups
 from deep_tile.method.answers import Answer
 from deep_tile.method.roofline import Derivation, derive
@@ -26,7 +26,7 @@ _DTYPES = {name: getattr(torch, dtype) for dtype, name in USUAL.items()}
 def operation_of(call: str) -> Operation:
     """The public operation of this name."""
     known = [name for name in OPS if name not in PRIVATE]
-    if call not in known:
+    if not isinstance(call, str) or call not in known:
         raise ValueError(f"call is {call!r}; pass one of {', '.join(known)}")
     import_module(f"deep_tile.{OPS[call]}")
     if not is_explained(OPERATIONS[call]):
@@ -47,7 +47,7 @@ def derivation(
     sizes, num_sms = {name: int(size) for name, size in sizes.items()}, int(num_sms)  # NumPy's would overflow
     if num_sms > gpu.num_sms:
         raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
-    operation = call and operation_of(call)
+    operation = None if call is None else operation_of(call)
     if operation is None or operation.groupings:
         problem, asked = product(sizes, num_sms, call=call, **made)
         problem, besides = _with_others(problem, asked, gpu)
@@ -75,11 +75,13 @@ def product(
     sizes: dict[str, int], num_sms: int, *, call: str | None = None, dtype=None, grouping: str | None = None, **made
 ) -> tuple[GemmProblem, Sizes]:
     """The problem of the product named, or of the first for such operands; rows of 8 bits padded, as casts do."""
-    operation = call and operation_of(call)
-    grouping = grouping or (operation.groupings[0] if call else "offs" if "groups" in sizes else "none")
-    dtype = dtype or (api.operands_of(operation)[0] if call else "fp8")
+    operation = None if call is None else operation_of(call)
+    if grouping is None:
+        grouping = operation.groupings[0] if call else "offs" if "groups" in sizes else "none"
+    if dtype is None:
+        dtype = api.operands_of(operation)[0] if call else "fp8"
     m, n, k, count = (sizes.get(name, 1) for name in ("m", "n", "k", "groups"))
-    rows, kind, padded = m if grouping == "counts" else m * count, EVERY_KIND.get(name_of(dtype)), None
+    rows, kind, padded = m if grouping == "counts" else m * count, api.kind_of(dtype, None), None
     if kind and kind.block_scales and not kind.packing and kind.a != S8:
         padded = round_up(rows if call == "fp8_wgrad" or grouping == "k_offs" else k, ALIGNMENT_BYTES)
     output, bias = (_dtype_of(name, made) for name in ("output", "bias"))
@@ -91,7 +93,7 @@ def product(
 
 def _dtype_of(name: str, made: dict) -> torch.dtype | None:
     given = made.get(name)
-    found = _DTYPES.get(name_of(given), given)
+    found = _DTYPES.get(name_of(given), given) if isinstance(given, (str, torch.dtype)) else given
     if found is not None and not isinstance(found, torch.dtype):
         raise ValueError(f"{name} is {given!r}; pass a torch.dtype, or one of {', '.join(_DTYPES)}")
     return found

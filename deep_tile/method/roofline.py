@@ -137,7 +137,7 @@ def derive(
             no tile passes its walls: which wall stops the smallest, and by how much.
     """
     _check(problem, hardware)
-    dtype = dtype or problem.kind
+    dtype = problem.kind if dtype is None else dtype
     hardware.peak(dtype)
     bucket = choose.bucketed(judged(problem, dtype))
     ranked = choose.candidates(bucket, hardware, choose.tuned_choice(bucket, tuned))

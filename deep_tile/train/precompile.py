@@ -1,6 +1,5 @@
 """Precompiles a training step's kernels: both passes' GEMMs, and casts."""
 
-import os
 from collections import defaultdict
 from typing import Any
 
@@ -51,7 +50,7 @@ def precompile(
         shapes[options].append(shape)  # of one call, whose kernels compile at once
     for options, of_call in shapes.items():
         configs.update(api.precompile(of_call, workers=workers, progress=progress, **dict(options)).configs)
-    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1, progress=progress)
+    cast.load_kernels(api.current_gpu(), workers, progress=progress)
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     return api.Precompiled(ordered, jit.compilations() - before)
 

@@ -1,19 +1,39 @@
-"""Run within SGLang by rehearse.py: its indexers for DeepSeek-V3.2 and V4 on the names of deep_tile.compat.deep_gemm.
+"""Run within SGLang by rehearse.py: its indexers for DeepSeek-V3.2 and V4 on the names of deep_tile.compat.deep_gemm,
+or, where ENGINE_DEEP_GEMM names the folder of SGLang's own DeepGEMM, on its functions as the plugin hooks them.
 
 What SGLang compiles, gathers of the cache, is written here in torch; its own functions of torch choose keys. Prints
 a line of JSON: which parts chose the keys that FP32 chooses.
 """
 
+import importlib
 import json
+import os
+import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 import torch
 from keys import CHOSEN, HEAD_DIM, HEADS, KEYS_OF_PAGE, chosen_right, keys_of, make_cache, make_queries, record
 
 from deep_tile.compat import deep_gemm
 
-deep_gemm.install(force=True)
-deep_gemm.set_num_sms(132)
+
+def hook(folder: str) -> None:
+    """Load SGLang's plugins, beside its DeepGEMM whose compiled functions are mocks."""
+    compiled = torch.ops.deep_gemm = MagicMock()
+    compiled.get_num_sms.default.return_value = 132
+    compiled.get_paged_mqa_logits_metadata.default.return_value = torch.zeros(133, 2).int()
+    sys.path.insert(0, folder)
+    with patch("os.path.exists", return_value=True), patch.object(torch.ops, "load_library"):
+        importlib.import_module("deep_gemm")
+    importlib.import_module("sglang.srt.plugins").load_plugins()
+
+
+if "ENGINE_DEEP_GEMM" in os.environ:
+    hook(os.environ["ENGINE_DEEP_GEMM"])
+else:
+    deep_gemm.install(force=True)
+    deep_gemm.set_num_sms(132)
 
 from sglang.srt.layers.attention.dsa import dsa_indexer, dsa_indexer_metadata  # noqa: E402
 from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend, TopkTransformMethod  # noqa: E402

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import tomllib
@@ -97,6 +98,9 @@ STAND_INS = {
     "sglang": "IPython cutlass deep_gemm flashinfer llguidance nvtx outlines_core quack sentencepiece sgl_kernel "
     "smg_grpc_servicer torchao torchcodec torchvision triton xgrammar",
 }
+DEEP_GEMM = "sgl-deep-gemm"
+"""Folder of SGLang's DeepGEMM, whose functions the plugin's hooks are put around."""
+
 MOST_ERROR = 0.08
 """Largest error of random FP8 layers against dequantised weights."""
 
@@ -133,12 +137,19 @@ def install(folder: Path) -> None:
 
 
 def unpack(folder: Path, name: str) -> None:
-    """Python files of an engine's wheel, at `folder`/`name`."""
-    target = folder / name
+    """Python files of an engine's wheel, at `folder`/`name`, and of the DeepGEMM that SGLang needs."""
+    unpack_wheel(folder, folder / name, ENGINES[name])
+    if name.startswith("sglang"):
+        (engine,) = metadata.distributions(name="sglang", path=[str(folder / name)])
+        (pinned,) = [wanted for wanted in engine.requires if wanted.startswith("sgl-deep-gemm")]
+        unpack_wheel(folder, folder / DEEP_GEMM, pinned)
+
+
+def unpack_wheel(folder: Path, target: Path, requirement: str) -> None:
     if target.exists():
         return
     with tempfile.TemporaryDirectory(dir=folder) as downloads:
-        pip("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", downloads, ENGINES[name])
+        pip("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", downloads, requirement)
         (wheel,) = Path(downloads).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(target, [entry for entry in archive.namelist() if not entry.endswith(".so")])
@@ -232,6 +243,11 @@ def check_sglang(folder: Path, name: str) -> list[str]:
                 failures.append(f"{kind}, variable {variable!r}, backend {asked}: {layer['method']} serves")
             if serves and (layer["error"] > MOST_ERROR or layer["bytes"] > MOST_BYTES):
                 failures.append(f"{kind}: {layer}")
+    stand_ins = STAND_INS["sglang"].replace(" deep_gemm", "")
+    served = {"SGLANG_USE_DEEP_TILE": "1", "ENGINE_STAND_INS": stand_ins, "ENGINE_DEEP_GEMM": str(folder / DEEP_GEMM)}
+    chosen, _ = run(folder, name, "in_sglang_indexer.py", **served)
+    print(name, "indexer by the plugin", chosen, flush=True)
+    failures += [f"indexer by the plugin: {part} chooses other keys" for part, right in chosen.items() if not right]
     return failures + check_deep_gemm(folder, name)
 
 
