@@ -1,8 +1,8 @@
 """`Linear` with an FP8 weight, replacement of a model's layers, and precompilation of their kernels.
 
-Called by users and integrations. Invariant: a Linear's weight stays float8_e4m3fn and its scale float32 through any
-model conversion, and its rows start at multiples of 16 bytes after any load, copy or move. Whoever sets its parameters
-past all that has copies made, call by call, that are as they must be.
+Invariant: a Linear's weight stays float8_e4m3fn and its scale float32 through any model conversion, and its rows start
+at multiples of 16 bytes after any load, copy or move. Whoever sets its parameters past all that has copies made, call
+by call, that are as they must be.
 """
 
 import warnings

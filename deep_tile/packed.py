@@ -1,8 +1,7 @@
 """4-bit weights in the kernels' memory order: `pack_weight`, its inverse, and a packed weight's value in FP8.
 
-Called by users at load time, and by dense.py and grouped.py for `packed_gemm` and `packed_grouped_gemm`. Written in
-torch; runs on the weight's device. Invariant: packing moves bits and changes none; the kernel converts them to FP8
-(packed_b.cuh) as `as_fp8` defines.
+Written in torch; runs on the weight's device. Invariant: packing moves bits and changes none; the kernel converts them
+to FP8 (packed_b.cuh) as `as_fp8` defines.
 """
 
 from math import prod

@@ -1,7 +1,7 @@
 """Layers of models whose weights have 4 bits: `PackedLinear` and `PackedExperts`, which nn.py has.
 
-Called by users and by what brings deep_tile into engines. Invariant: weights and their scales stay in the dtypes that
-`packed.pack_weight` gave them, whatever a model is converted to; all parameters are frozen.
+Invariant: weights and their scales stay in the dtypes that `packed.pack_weight` gave them, whatever a model is
+converted to; all parameters are frozen.
 """
 
 from collections.abc import Callable, Iterator

@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: E402
     bench_train,
     bench_unseen,
     calibrate,
+    energy,
     measured,
     report,
     report_train,
@@ -56,7 +57,6 @@ from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error  # noqa: E402
 from deep_tile.select import cost  # noqa: E402
 from deep_tile.select.choose import choose, choose_bucket  # noqa: E402
 from deep_tile.select.defaults import default_configs  # noqa: E402
-from deep_tile.tools import energy  # noqa: E402
 
 pytestmark = pytest.mark.about(
     "benchmarks/*.py", "tests/default_kernels.py", "deep_tile/tools/*", "deep_tile/codegen.py"
