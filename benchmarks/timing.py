@@ -1,4 +1,5 @@
-"""The description of a run that a benchmark stores. deep_tile/tools/timing.py measures; its names are here, too.
+"""What only benchmarks measure, and the description of a run that they store; beside them names of
+deep_tile/tools/timing.py, which measures.
 
 Used by the benchmark scripts.
 """
@@ -7,24 +8,23 @@ import datetime
 import os
 import platform
 import subprocess
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 import deep_tile
+from benchmarks.energy import PowerMeter
 from deep_tile import jit
 from deep_tile.tools import timing
 from deep_tile.tools.timing import (
     Captured,
     L2Flush,
-    Sustained,
     Timing,
     capture,
-    capture_empty,
     keep_busy,
     time_alternating,
-    time_cool,
-    time_sustained,
     time_to_choose,
 )
 
@@ -54,6 +54,40 @@ METHOD = (
 )
 
 _SMI_FIELDS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+
+
+_REST_SECONDS = 0.005
+"""Before each cool sample."""
+
+
+class Sustained(NamedTuple):
+    """One replay among many back to back: microseconds, and millijoules where NVML counts them."""
+
+    us: float
+    millijoules: float | None
+
+
+def capture_empty() -> Captured:
+    """The least a graph can do: fill one element. Its time is included in every figure."""
+    return capture(lambda: torch.ones(1, device="cuda"))
+
+
+def time_cool(graphs: dict[Any, Captured], repeats: int, flush: Callable[[], None]) -> dict[Any, float]:
+    """Median microseconds per graph on a rested GPU with flushed L2: the power limit does not bind."""
+
+    def rest() -> None:
+        flush()
+        torch.cuda.current_stream().synchronize()
+        time.sleep(_REST_SECONDS)
+        keep_busy()
+
+    return {name: each.us for name, each in time_alternating(graphs, repeats, rest).items()}
+
+
+def time_sustained(graph: Captured, once_us: float, seconds: float = 1.0) -> Sustained:
+    meter = PowerMeter()
+    us = timing.time_sustained(graph, once_us, seconds, meter)
+    return Sustained(us, None if meter.watts is None else meter.watts * us / 1e3)
 
 
 def describe_run(method: str = METHOD) -> dict[str, Any]:

@@ -280,7 +280,6 @@ def product_for(
 
 
 def kind_of(dtype: torch.dtype | str, out_dtype: torch.dtype | None) -> Kind | None:
-    """The kind with this name, or the usual one for operands of a dtype."""
     if dtype is torch.int8 and out_dtype is torch.int32:
         return EVERY_KIND["int8_unscaled"]
     name = name_of(dtype)
@@ -421,7 +420,6 @@ def _as_list(shapes: Iterable) -> list:
 
 
 def _checked_weight(shape: object, dtype: torch.dtype | str) -> tuple[int, int, int]:
-    """One (n, k, max_m) of `precompile`, checked."""
     sizes = tuple(map(as_int, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 3 or None in sizes:
         raise TypeError(

@@ -1,9 +1,8 @@
 """`to_blocks`: converts other weight formats to FP8 with one FP32 scale per 128x128 block.
 
-Called by users, nn.py and the integrations, when a model is loaded. Written in torch; runs on the weight's device, some
-block rows at a time. Invariant: a block's scale is an original scale times the smallest power of two that keeps the
-block's largest element within e4m3's range. So an element changes only if no such scale keeps it, and changes are
-counted.
+Written in torch; runs on the weight's device, some block rows at a time. Invariant: a block's scale is an original
+scale times the smallest power of two that keeps the block's largest element within e4m3's range. So an element changes
+only if no such scale keeps it, and changes are counted.
 """
 
 import contextlib
@@ -39,9 +38,7 @@ class Rebased:
     """What `to_blocks` changed.
 
     Attributes:
-        format: the weight's original format.
-        elements: how many there are.
-        changed: how many have another value than before, scales included.
+        changed: how many elements have another value than before, scales included.
         error: Frobenius norm of the change, divided by the weight's.
         worst_row_error: the same for the row (layer output) that changed most.
         exact: [..., ceil(n / 128), ceil(k / 128)] bool: blocks in which no value changed.
@@ -67,13 +64,7 @@ class Rebased:
 
 
 class Blocks(NamedTuple):
-    """A weight in 128x128 blocks, from `to_blocks`.
-
-    Attributes:
-        weight: [..., n, k] float8_e4m3fn.
-        scale: [..., ceil(n / 128), ceil(k / 128)] float32.
-        report: a `Rebased`, which says what the conversion changed: blocks, elements, norms.
-    """
+    """A weight [..., n, k] in 128x128 blocks, its scale [..., ceil(n / 128), ceil(k / 128)], and what changed."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -244,7 +235,6 @@ def shard(
 
 
 def _are_equal_but_for_powers(scales: torch.Tensor, dim: int) -> bool:
-    """Whether scales along `dim` equal the first block's times powers of two."""
     return bool((_fraction(scales) == _fraction(scales.narrow(dim, 0, 1))).all())
 
 
@@ -436,7 +426,7 @@ class _Part:
         self.scale = (of_block * factor_of_all).float()
 
     def _group_scales(self, index: tuple[int, ...], begin: int, end: int, groups: int) -> torch.Tensor:
-        """Element scales as [rows, groups]."""
+        """[rows, groups]."""
         scale, (rows, columns) = self.source.scale[index], self.source.group
         first_row, first_column = self.source.firsts
         first, last = (begin + first_row) // rows, (end + first_row - 1) // rows
@@ -463,7 +453,6 @@ class _Part:
         return x.view(-1, SCALE_BLOCK, x.shape[1] * self.width // SCALE_BLOCK, SCALE_BLOCK // self.width)
 
     def _spread(self, of_block: torch.Tensor) -> torch.Tensor:
-        """Block scales [blocks, blocks] expanded to [rows, groups]."""
         rows = torch.arange(len(self.of_group), device=of_block.device) // SCALE_BLOCK
         return of_block[rows].repeat_interleave(SCALE_BLOCK // self.width, 1)
 
@@ -480,7 +469,7 @@ class _Part:
         return elements.to(FP8_DTYPE).flatten(1)
 
     def changes(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Squared change per row, and count of changed elements per block."""
+        """Squared per row, and counted per block."""
         now = codes.view(self.products.shape).to(self.products.dtype)
         difference = (now if self.divisor is None else now * self.divisor) - self.products
         lost = self.norms(difference)

@@ -1,9 +1,8 @@
 """Casts to FP8 along both dimensions in one read, and FP8 transposes: operands for a linear layer's gradients.
 
-Called by users and train. A layer multiplies its input along k and, for the weight's gradient, along tokens; the weight
-along k and, for the input's gradient, along n. Each cast here makes both operands at once. On a Hopper GPU a kernel in
-both.cuh does it, elsewhere two separate casts. Invariant: every result equals the separate casts, and torch's
-transpose, bit for bit.
+A layer multiplies its input along k and, for the weight's gradient, along tokens; the weight along k and, for the
+input's gradient, along n. Each cast here makes both operands at once. On a Hopper GPU a kernel in both.cuh does it,
+elsewhere two separate casts. Invariant: every result equals the separate casts, and torch's transpose, bit for bit.
 """
 
 from typing import NamedTuple
@@ -13,7 +12,6 @@ import torch
 from deep_tile import cast, launches, params, quantize, sources, tensors, transposed
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.operation import Given, Operation
-from deep_tile.ops import is_traced
 
 BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 
@@ -90,9 +88,8 @@ def cast_both(
 
     Raises as `transposed_cast_to_fp8`.
     """
-    call = CAST_BOTH.trace if is_traced() else CAST_BOTH.run
     given = x, None, None, None, None, rows, offs
-    return CastBoth(*call(given, (amax_floor, round_scale, exact, alignment, blocks)))
+    return CastBoth(*CAST_BOTH.run(given, (amax_floor, round_scale, exact, alignment, blocks)))
 
 
 def cast_weight(
@@ -117,8 +114,7 @@ def cast_weight(
 
     Raises as `per_block_cast_to_fp8`.
     """
-    call = CAST_WEIGHT.trace if is_traced() else CAST_WEIGHT.run
-    return CastWeight(*call((w, None, None, None), (amax_floor, round_scale, exact)))
+    return CastWeight(*CAST_WEIGHT.run((w, None, None, None), (amax_floor, round_scale, exact)))
 
 
 def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +131,7 @@ def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
 
     Raises as `per_block_cast_to_fp8`.
     """
-    call = TRANSPOSE_FP8.trace if is_traced() else TRANSPOSE_FP8.run
-    return call((x, None), ())
+    return TRANSPOSE_FP8.run((x, None), ())
 
 
 class BothOptions(NamedTuple):
@@ -290,7 +285,6 @@ def empty_scale(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def along_numbers(a: torch.Tensor, a_scale: torch.Tensor) -> dict[str, int]:
-    """Of what is cast along the rows."""
     scale_row, scale_column = a_scale.stride()
     strides = {"row_scale_stride_row": scale_row, "row_scale_stride_column": scale_column}
     return {"row_out_stride": a.stride(0), **strides}

@@ -1,8 +1,8 @@
 """Kernels for casts, `combine` and `sort_by_expert`: launch parameters (casts take theirs from the roofline), loading,
 launches.
 
-Called by quantize.py and experts.py. Knows integers and CUDA device ordinals, not tensors: no torch. Kernels are
-compiled (jit.py) and loaded once per device and live as long as the process.
+Knows integers and CUDA device ordinals, not tensors: no torch. Kernels are compiled (jit.py) and loaded once per device
+and live as long as the process.
 """
 
 from collections.abc import Iterable, Mapping
@@ -231,7 +231,6 @@ def all_kernels() -> list[StreamingKernel]:
 
 
 def cast_kernels() -> list[CastKernel]:
-    """The kernels for casts along k."""
     kinds = [
         *((block_rows, source, "plain") for block_rows in (1, SCALE_BLOCK) for source in SOURCE_BYTES),
         *((1, source, "listed") for source in SOURCE_BYTES),
@@ -241,7 +240,6 @@ def cast_kernels() -> list[CastKernel]:
 
 
 def is_loaded(kernel: StreamingKernel, device: int) -> bool:
-    """Whether a launch needs neither compiler, disk nor driver loading."""
     return (kernel, device) in _loaded
 
 
@@ -288,7 +286,6 @@ def fields_of_rows(lists: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def fields_of_tokens(lists: tuple[str, ...]) -> tuple[str, ...]:
-    """The same of `params.TRANSPOSED_CAST`."""
     return *PLACES, *(_TOKEN_FIELDS[name] for name in lists)
 
 

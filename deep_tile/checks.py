@@ -1,6 +1,6 @@
 """Checks that products share: operands, scales, strides, the GPU, a config that is forced.
 
-Called by the operations. Each error says what was seen and what to do; the operation describes what a call must be.
+Each error says what was seen and what to do; the operation describes what a call must be.
 """
 
 import math
@@ -128,7 +128,6 @@ def check_devices(a, **others: torch.Tensor | None) -> None:
 
 
 def check_scale_shapes(a, a_scale, b, b_scale) -> None:
-    """Check block scale shapes."""
     (m, k), n = a.shape, b.shape[0]
     k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
     for name, x, scale, wanted, meaning in (
@@ -144,7 +143,6 @@ def check_scale_shapes(a, a_scale, b, b_scale) -> None:
 
 
 def refuse(problem: str | None) -> None:
-    """Raise ValueError where there is a problem."""
     if problem:
         raise ValueError(problem)
 
@@ -430,10 +428,11 @@ def checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
 
 
 def tma_can_store(out: torch.Tensor) -> bool:
-    """TMA addresses and clips rows in 16-byte steps: at n = 261 it would overwrite columns 261 to 263."""
-    m, n = out.shape
-    row_bytes = (size * out.element_size() for size in (n, *([] if m == 1 else [out.stride(0)])))
-    return all(number % _TMA_BYTES == 0 for number in (out.data_ptr(), *row_bytes))
+    """TMA, and the vector stores for a group's last rows, address and clip rows in 16-byte steps: at n = 261 TMA would
+    overwrite columns 261 to 263."""
+    strides = [stride for stride, size in zip(out.stride()[:-1], out.shape[:-1], strict=True) if size > 1]
+    numbers = (out.data_ptr(), *(out.element_size() * number for number in (out.shape[-1], *strides)))
+    return all(number % _TMA_BYTES == 0 for number in numbers)
 
 
 def check_capture(config: GemmConfig, device: int, call: str) -> None:

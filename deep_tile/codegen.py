@@ -55,8 +55,7 @@ def _wgmma(config: GemmConfig) -> str:
 
 
 def _wgmma_function(registers: int, shape: str, immediates: str, integer_sums: bool = False) -> str:
-    """The `wgmma` wrapper with this many accumulators per thread; `shape` includes types, `immediates` end the
-    instruction."""
+    """The wrapper with this many accumulators per thread; `shape` includes types, `immediates` end the instruction."""
     instruction = f"wgmma.mma_async.sync.aligned.{shape}"
     sums, constraint = ("int", "r") if integer_sums else ("float", "f")
     outputs = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
@@ -78,8 +77,7 @@ __device__ __forceinline__ void wgmma({sums} (&d)[{registers}], unsigned long lo
 
 
 def _immediates(config: GemmConfig) -> str:
-    """The instruction's immediates: negation flags (0; integers have none) and, for 16-bit operands, the major of
-    each."""
+    """Negation flags (integers have none) and, for 16-bit operands, the major of each."""
     if config.integer_sums:
         return ""
     along_rows = f", {int(config.a_span > 0)}, {int(config.b_span > 0)}"
@@ -116,12 +114,10 @@ extern "C" __global__ void __launch_bounds__(config.threads, 1)
 
 
 def _fields(config: GemmConfig) -> str:
-    """The kernel's GemmConfig, as an initializer."""
     return "{" + ", ".join(f".{name} = {_literal(name, getattr(config, name))}" for name in _FIELDS) + "}"
 
 
 def _literal(field: str, value: int | bool | str) -> str:
-    """In C++."""
     if isinstance(value, str):
         return f"deep_tile::{'Activation' if field == 'activation' else 'Format'}::{value}"
     return str(value).lower()
@@ -134,10 +130,8 @@ class CastKernel(NamedTuple):
         block_rows: 1 or 128, rows that share a scale with each other and with 128 columns.
         source: input format, a key of `CAST_FORMATS`.
         what: input rows, a key of `CAST_SOURCES`; "plain" for 128x128 blocks.
-        threads: per thread block.
         threads_per_scale: threads that compute one scale together: part of a warp for 1x128, the thread block for
             128x128.
-        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
     block_rows: int
@@ -180,12 +174,7 @@ CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "silu_mul": "SiluMul"}
 
 
 class TransposedKernel(NamedTuple):
-    """A cast to FP8 along tokens.
-
-    Attributes:
-        source: input format, a key of `CAST_FORMATS`.
-        columns: per tile of 128 tokens.
-    """
+    """A cast to FP8 along tokens, in tiles of 128 tokens and so many columns."""
 
     source: str
     columns: int
@@ -272,9 +261,7 @@ class CombineKernel(NamedTuple):
     """The weighted sum over experts' rows.
 
     Attributes:
-        threads: per thread block.
         rows_at_once: rows that a thread requests before it adds up the first.
-        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
     threads: int
@@ -293,11 +280,7 @@ class CombineKernel(NamedTuple):
 
 
 class UnpackKernel(NamedTuple):
-    """The conversion of a packed weight to FP8.
-
-    Attributes:
-        kind: name of the GEMM's kind, in `kinds.PACKED`.
-    """
+    """The conversion to FP8 of a packed weight, whose kind is in `kinds.PACKED`."""
 
     kind: str
     threads: int
@@ -315,13 +298,7 @@ class UnpackKernel(NamedTuple):
 
 
 class SortKernel(NamedTuple):
-    """The sort by expert.
-
-    Attributes:
-        choice: dtype of a choice, "int32" or "int64".
-        threads: per thread block, one for each expert.
-        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
-    """
+    """The sort by expert, for choices of "int32" or "int64"; a thread for each expert."""
 
     choice: str
     threads: int
@@ -347,7 +324,6 @@ class ThinKernel(NamedTuple):
         stages: ring depth.
         splits: whether b is FP32 and the kernel splits it; otherwise b is its BF16 terms.
         squares: whether it also sums squares along a's rows.
-        blocks_per_sm: thread blocks that must fit into an SM at once.
     """
 
     block_m: int
@@ -388,7 +364,6 @@ _MOST_COLUMNS = 192
 
 
 def thin_source(kernel: ThinKernel) -> str:
-    """CUDA C++ for kernel `kernel.name`, self-contained."""
     columns = kernel.block_n * (kernel.terms if kernel.side_by_side else 1)
     fields = ("block_m", "block_n", "terms", "stages", "splits", "squares")
     values = ", ".join(_literal(name, getattr(kernel, name)) for name in fields)
@@ -425,11 +400,7 @@ class PartsKernel(NamedTuple):
 
 
 class SplitKernel(NamedTuple):
-    """The split from FP32 into BF16 terms.
-
-    Attributes:
-        terms: 2, rounded, or 3, exact.
-    """
+    """The split from FP32 into BF16 terms: 2, rounded, or 3, exact."""
 
     terms: int
     threads: int
@@ -566,8 +537,8 @@ a thread block's; `blocks_per_sm` thread blocks must fit into an SM's registers 
 
 
 def streaming_source(kernel: StreamingKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`: of most the struct `kernel.table`, the
-    headers behind `kernel.header`, and a kernel that hands its parameters to the function `kernel.function`.
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`: of most a kernel that hands its
+    parameters to the function `kernel.function`.
 
     Their argument is no __grid_constant__: read in place, it makes the tiled FP32 cast spill (NVRTC 13.0.88).
     """

@@ -1,7 +1,7 @@
 """`GemmConfig`: every compile-time choice that defines one GEMM kernel.
 
-`GemmConfig` is handed to the CUDA kernel as its one template argument (see codegen.py), so every size that host and
-device must agree on is derived here, once; the kernel asserts the shared-memory size against its own struct.
+It is the CUDA kernel's one template argument (codegen.py), so every size that host and device must agree on is derived
+here, once; the kernel asserts the shared-memory size against its own struct.
 """
 
 import operator
@@ -252,18 +252,16 @@ class GemmConfig:
 
     @cached_property
     def timed_name(self) -> str:
-        """Name of the kernel whose measured times and choices stand for this one: same family, K-major operands, TMA
-        store, no epilogue, output in `timed_output`."""
+        """Name of the kernel whose times and choices stand for this one: same family, K-major operands, TMA store, no
+        epilogue, output in `timed_output`."""
         return self._named(self.product.family, self.product.timed_output(self.output))
 
     @property
     def finish_name(self) -> str:
-        """The epilogue's part of the kernel name."""
         bias = "" if self.bias == "none" else f"_bias_{self.bias}"
         return bias + ("" if self.activation == "none" else f"_{self.activation}")
 
     def _named(self, kind: str, output: str, finish: str = "") -> str:
-        """The kernel name without layout and store."""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         output = "" if output == self.product.output else f"_{output}"
         split = "" if self.split_k == 1 else f"_k{self.split_k}"
@@ -276,12 +274,10 @@ class GemmConfig:
 
     @property
     def product(self) -> Kind:
-        """The kind's row in `kinds.EVERY_KIND`."""
         return EVERY_KIND[self.kind]
 
     @property
     def out(self) -> Element:
-        """The output element type."""
         return RESULTS[self.output or self.product.output]
 
     @property
@@ -303,7 +299,6 @@ class GemmConfig:
 
     @property
     def out_bytes(self) -> int:
-        """Bytes per `out` element."""
         return self.out.bytes
 
     @property
@@ -312,7 +307,6 @@ class GemmConfig:
 
     @property
     def is_finished(self) -> bool:
-        """Whether anything is done to sums but scaling them."""
         return (self.bias, self.activation) != ("none", "none")
 
     @property
@@ -353,17 +347,15 @@ class GemmConfig:
 
     @property
     def k_bytes(self) -> int:
-        """K bytes per stage and operand row."""
         return self.scale_blocks * K_BLOCK_BYTES
 
     @property
     def mma_k(self) -> int:
-        """K elements per WGMMA."""
         return MMA_K_BYTES // self.product.a.bytes
 
     @property
     def a_span(self) -> int:
-        """For an M-major `a`: bytes along m that a TMA box covers, a swizzle span (`_span`). 0 for a K-major `a`."""
+        """Bytes along m that a TMA box of an M-major `a` covers, a swizzle span (`_span`); 0 for a K-major `a`."""
         return 0 if LAYOUTS[self.layout].a == "k" else _span(self.block_m * self.product.a.bytes)
 
     @property
@@ -404,8 +396,7 @@ class GemmConfig:
 
     @property
     def unit_stages(self) -> int:
-        """Stages in the packed `b` ring: as many as `a` has for small m, which waits for memory, else as many as
-        converted slots."""
+        """Stages in the packed `b` ring: as `a`'s for small m, which waits for memory, else as many as slots."""
         return (self.stages if self.math_warpgroups == 1 else self.b_stages) if self.is_packed else 0
 
     @property
@@ -420,15 +411,11 @@ class GemmConfig:
 
     @property
     def k_range(self) -> tuple[int, int | None]:
-        """The smallest and the largest k that the kernel can multiply, None: any.
-
-        Where `b` stays, a math warpgroup awaits the next column's first K block before it gives back this one's last:
-        there must be two.
-        """
+        """The smallest and the largest k that the kernel can multiply, None: any. Where `b` stays, there must be two K
+        blocks: see `b_stages`' refusal."""
         return (SCALE_BLOCK + 1, self.b_stages * SCALE_BLOCK) if self.resident_b else (1, None)
 
     def takes_k(self, k: int) -> bool:
-        """Whether the kernel can multiply this k."""
         smallest, largest = self.k_range
         in_pairs = not self.pairs or ceil_div(k, SCALE_BLOCK) % 2 == 0
         return in_pairs and smallest <= k and (largest is None or k <= largest)
@@ -437,12 +424,10 @@ class GemmConfig:
 
     @property
     def cluster(self) -> int:
-        """Thread blocks per cluster."""
         return self.cluster_m * self.cluster_n * self.split_k
 
     @property
     def multicast(self) -> bool:
-        """Whether the cluster's thread blocks share operands by multicast."""
         return self.cluster_m * self.cluster_n > 1
 
     @property
@@ -486,7 +471,6 @@ class GemmConfig:
 
     @property
     def unit_warps(self) -> int:
-        """Producer warps that load a packed `b`."""
         return int(self.is_packed)
 
     # Each math warpgroup covers its tile rows by chunks_m x chunks_n WGMMA tiles of 64 x mma_n.
@@ -617,12 +601,10 @@ class GemmConfig:
 
     @property
     def out_columns_per_part(self) -> int:
-        """`out` columns per tile that each block in the cluster stores."""
         return self.columns_per_part // self.columns_per_output
 
     @property
     def out_chunk_columns(self) -> int:
-        """`out` columns per WGMMA."""
         return self.mma_n // self.columns_per_output
 
     # Scales and output boxes.
@@ -683,7 +665,6 @@ class GemmConfig:
 
     @property
     def b_scale_columns(self) -> int:
-        """Columns per b-scale slot."""
         if self.column_scales:
             return 1
         return self.column_group if self.column_shifts == 1 else SCALE_BLOCK
@@ -735,7 +716,6 @@ class GemmConfig:
 
     @property
     def boxes(self) -> int:
-        """Output boxes per math warpgroup and tile."""
         return self.chunks_m * ceil_div(self.out_columns_per_part, self.store_columns)
 
     @property
@@ -759,7 +739,6 @@ class GemmConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory per stage: operands, scales and two barriers."""
         a, b = self.product.a, self.product.b
         b_bytes = 0 if self.b_stages else self.b_rows * b.bytes * self.block_k
         operands = self.block_m * a.bytes * self.block_k + b_bytes
@@ -769,8 +748,7 @@ class GemmConfig:
 
     @property
     def scale_bytes(self) -> int:
-        """Scale bytes per stage, slots padded to 16 bytes. Kernels without scales keep a few once, since a C++ array
-        cannot be empty."""
+        """Per stage, slots padded to 16 bytes. Kernels without scales keep a few once: no C++ array is empty."""
         rows = self.block_m if self.product.block_scales else 4
         return 4 * self.scale_blocks * (rows + round_up(self.b_scale_slots, 4))
 
@@ -780,13 +758,12 @@ class GemmConfig:
 
     @property
     def partial_bytes(self) -> int:
-        """Sums from the cluster's other blocks."""
         return (self.split_k - 1) * self.block_m * self.columns_per_part * 4
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory that does not depend on the stage count. Each math warpgroup, and each `b` slot outside the
-        ring, has two barriers. A packed `b` has a table with 8-byte entries."""
+        """Those that do not depend on the stage count. Each math warpgroup, and each `b` slot outside the ring, has two
+        barriers; a packed `b` a table with 8-byte entries."""
         apart = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
         if self.is_packed:
             apart += 8 * PACKED_TABLES + (self.unit_stages * self.unit_bytes if self.math_warpgroups == 2 else 0)
@@ -803,7 +780,6 @@ _FIELDS = {field.name: field.type for field in fields(GemmConfig) if field.type 
 
 
 def as_int(number: object) -> int | None:
-    """`number` as an int, if it is one and no bool; NumPy's are ints, too."""
     if type(number) is int:  # asked first: under torch.compile, operator.index ties the graph to the number
         return number
     if number is None or isinstance(number, bool):
@@ -815,13 +791,24 @@ def as_int(number: object) -> int | None:
 
 
 def check_sizes(**sizes: object) -> None:
-    """Raise TypeError unless each is an int, and ValueError unless it is positive."""
+    """Raise TypeError unless each is an int, ValueError unless it is positive."""
     for name, size in sizes.items():
         number = as_int(size)
         if number is None:
             raise TypeError(f"{name} is {size!r}, of type {type(size).__name__}; sizes must be ints")
         if number < 1:
             raise ValueError(f"{name} is {size}; sizes must be positive")
+
+
+def as_counts(**sizes: object) -> tuple[int, ...]:
+    """Sizes as ints, since NumPy's overflow. Raises TypeError for what is no int, ValueError for what no layer has."""
+    for name, size in sizes.items():
+        number = as_int(size)
+        if number is None:
+            raise TypeError(f"{name} is {size!r}, of type {type(size).__name__}; pass an int")
+        if not 0 <= number < 2**31:
+            raise ValueError(f"{name} is {size}; pass how many there are, below 2**31")
+    return tuple(map(as_int, sizes.values()))
 
 
 MAX_ALIGNMENT = 1024

@@ -1,8 +1,7 @@
 """Dense GEMMs: block-scaled FP8; BF16 and FP16; INT8; FP8 and INT8 with per-row scales; FP8 with 1x128 scales on both
 operands (weight gradients); any mix of e5m2 and e4m3.
 
-Called by users. Invariant: a kind is a row in `kinds.KINDS`, and a function is a `Dense`, which maps (scaling, operand
-dtypes) to kinds.
+Invariant: a kind is a row in `kinds.KINDS`, and a function is a `Dense`, which maps (scaling, operand dtypes) to kinds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -80,11 +79,9 @@ class Product(Operation):
         super().__init__(name, tensors, keywords, flops=ops.product_flops(second=self.count // 2), **others)
 
     def matrices(self, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-        """a and b, without scales."""
         return given[0], given[self.count // 2]
 
     def kind(self, given: Given, options) -> Kind:
-        """The kind for supported operand dtypes."""
         a, b = self.matrices(given)
         if b.dtype == torch.uint8:
             return self.kinds[packed.name_of(b, packed.k_of(a)), a.dtype, b.dtype]
@@ -95,11 +92,10 @@ class Product(Operation):
         return self.kinds[found, a.dtype, b.dtype]
 
     def scaling(self, operands: Given, known: list[str]) -> str:
-        """The scaling, if its dtypes have several."""
+        """If its dtypes have several."""
         raise NotImplementedError
 
     def dtype_of_out(self, options, a: torch.Tensor) -> torch.dtype:
-        """Dtype of an allocated `out`."""
         return options.out_dtype or self.out_dtype or (torch.int32 if a.dtype == torch.int8 else a.dtype)
 
     def readable(self, given: Given) -> Given:
@@ -114,7 +110,6 @@ class Product(Operation):
         return finishes.of_kind(kind)
 
     def problem_for(self, asked: checks.Sizes, num_sms: int) -> GemmProblem:
-        """The problem of a call with such sizes."""
         given, options = self.without_memory(asked)
         options = options._replace(num_sms=num_sms, **self._defaults)
         return self.problem(self.with_outs(given, options), options)._replace(kind=asked.kind.name)
@@ -128,7 +123,6 @@ class Product(Operation):
         return []
 
     def check_dtypes(self, given: Given) -> None:
-        """Check dtypes of operands and scales."""
         operands, names = given[: self.count], self.names[: self.count]
         (a, b), (a_name, b_name) = self.matrices(given), (names[0], names[self.count // 2])
         if self.count == 4:
@@ -145,7 +139,6 @@ class Product(Operation):
             checks.check_scale_dtypes(names, operands)
 
     def check_scales(self, given: Given) -> None:
-        """Check each scale's extent in memory."""
         if self.count == 4:
             for name, scale in zip(self.names[:4:2], given[1:4:2], strict=True):
                 checks.refuse(checks.scale_problem(name, tuple(scale.shape), scale.stride()))
@@ -356,7 +349,6 @@ class Differentiable(Dense):
 
 
 def kinds_of(*families: str) -> Kinds:
-    """All kinds in these families."""
     found = (kind for kind in KINDS.values() if kind.family in families)
     return {(kind.scaling, finishes.torch_dtype(kind.a), finishes.torch_dtype(kind.b)): kind for kind in found}
 
@@ -378,7 +370,6 @@ REFERENCES = {
 
 
 def unpacked(operands: Given) -> Given:
-    """GEMM operands with `b` unpacked, if it was packed."""
     if operands[len(operands) // 2].dtype != torch.uint8:
         return operands
     a, a_scale, b, b_scale = operands
@@ -429,13 +420,13 @@ def fp8_gemm(
         num_sms: streaming multiprocessors to use; by default, and at most, all on the device.
         batch_invariant: a row's bits do not depend on m, num_sms or other rows. Gives up split K, which helps for small
             m. Without it results still repeat from call to call.
-        pdl: programmatic dependent launch. The kernel may start while its predecessor in the stream still runs; it
-            waits for the predecessor's end before it touches memory that both use, and only then lets its own successor
-            start. Results do not change, and the host takes 0.5 to 0.8 us less to launch. By default on, unless
-            `num_sms` is given, because waiting thread blocks would hold SMs that are reserved for others.
+        pdl: programmatic dependent launch: the kernel may start while its predecessor in the stream still runs, and
+            waits for its end before it touches memory that both use and lets its own successor start. Launching takes
+            the host 0.5 to 0.8 us less. By default on, unless `num_sms` is given: waiting thread blocks would hold SMs
+            that are reserved for others.
         constant_weights: with `pdl`, also load `b` before that wait where this helps, which is at small m. The
-            preceding kernel in the stream must then not write `b` or `b_scale`. If it is another library's programmatic
-            launch, no kernel that may still run beside it may write them either.
+            preceding kernel in the stream must then not write `b` or `b_scale`; nor, if it is another library's
+            programmatic launch, a kernel that may still run beside it.
 
     Returns:
         `out`.
@@ -452,8 +443,6 @@ def fp8_gemm(
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 k) is from the DeepSeek-V3 report, 3.3.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation)
-    if is_traced():
-        return FP8_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
     return FP8_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
@@ -510,8 +499,6 @@ def gemm(
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
     if getattr(b, "dtype", None) is torch.float32 and getattr(a, "dtype", None) is torch.bfloat16:
         return _multiply_wide(a, b, out, Options(*options), bias)
-    if is_traced():
-        return GEMM.trace((a, b, out, bias), options)
     return GEMM.run((a, b, out, bias), options)
 
 
@@ -542,17 +529,12 @@ def int8_gemm(
         a_scale: [m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes, any strides within 4 GB.
         b: [n, k] int8, laid out like `a`.
         b_scale: [ceil(n / 128), ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes, any strides within 4 GB.
-        out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
-        bias, activation: as for `fp8_gemm`.
-        out_dtype: dtype of `out`: by default `out`'s, or bfloat16.
-        config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+        out, bias, activation, out_dtype, config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
 
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
-    if is_traced():
-        return INT8_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
     return INT8_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
@@ -593,18 +575,13 @@ def scaled_gemm(
         b: [n, k] laid out like `a`, in either FP8 format, or int8.
         b_scale: likewise: [n], [n, 1] or [1, n], or one number, as torch's per-tensor and per-row scales. With 1x128
             a_scale: [n, ceil(k / 128)] for FP8, or [ceil(n / 128), ceil(k / 128)].
-        out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
-        bias, activation: as for `fp8_gemm`.
-        out_dtype: dtype of `out`: by default `out`'s, or bfloat16.
-        config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+        out, bias, activation, out_dtype, config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
         fast_accum: for FP8 with per-row or per-tensor scales, as above; otherwise ignored.
 
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, fast_accum)
-    if is_traced():
-        return SCALED_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
     return SCALED_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
@@ -635,15 +612,13 @@ def packed_gemm(
         a: [m, k] float8_e4m3fn, as for `fp8_gemm`.
         a_scale: [m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes.
         b, b_scale: a `Packed` that `pack_weight` made from [n, k]; `b` contiguous, 16-byte aligned.
-        out, bias, activation, out_dtype, accumulate: as for `scaled_gemm`.
         config: as for `fp8_gemm`; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
-        num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+        out, bias, activation, out_dtype, num_sms, batch_invariant, pdl, constant_weights, accumulate: as for
+            `scaled_gemm`.
 
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
-    if is_traced():
-        return PACKED_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
     return PACKED_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
@@ -679,13 +654,10 @@ def fp8_wgrad(
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (None, config, num_sms, batch_invariant, pdl, False, None, accumulate, True)
-    if is_traced():
-        return FP8_WGRAD.trace((dy, dy_scale, x, x_scale, out), options)
     return FP8_WGRAD.run((dy, dy_scale, x, x_scale, out), options)
 
 
 def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: Options, bias) -> torch.Tensor:
-    """`gemm` with BF16 `a` and FP32 `b`."""
     refused = {"bias": bias, "activation": options.activation, "config": options.config}
     for name, given in {**refused, "constant_weights": None if options.constant_weights is False else True}.items():
         if given is not None:
@@ -751,12 +723,10 @@ def _multiply_gradient(grad: torch.Tensor, x: torch.Tensor, transposed: bool, **
 
 
 def _majors(a: torch.Tensor, b: torch.Tensor) -> Majors:
-    """The majors of readable operands."""
     return Majors(*(along if checks.lies_along_rows(x) else "k" for x, along in ((a, "m"), (b, "n"))))
 
 
 def _is_of_blocks(x: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> bool:
-    """Whether a scale is [rows, ceil(k / 128)]."""
     if x.dim() != 2 or scale.dim() != 2:
         return False
     return scale.shape[1] == ceil_div(x.shape[1], SCALE_BLOCK) and scale.shape[0] == ceil_div(x.shape[0], rows)

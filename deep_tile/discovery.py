@@ -1,9 +1,9 @@
 """Lazy lookup by name: submodules of packages, and, for torch, the ops in `torch.ops.deep_tile` and their
 `FlopCounterMode` formulas, in either import order.
 
-Called by the `__init__.py` of packages. Nothing is imported early: an op's module is imported when its name is looked
-up in the namespace; all are imported together with torch's FLOP counter, which looks up no formula. C++ lookups, e.g.
-torch.jit.load, find only ops that were looked up by name before.
+Nothing is imported early: an op's module is imported when its name is looked up in the namespace; all are imported
+together with torch's FLOP counter, which looks up no formula. C++ lookups, e.g. torch.jit.load, find only ops that were
+looked up by name before.
 """
 
 import sys

@@ -1,11 +1,11 @@
 """Tensor parallelism: the ops' shardings for torch's DTensor, and styles for
 `torch.distributed.tensor.parallel.parallelize_module`.
 
-Called by users. Importing it registers the shardings and has `fp8_linear` take DTensors; nothing else in deep_tile
-imports torch.distributed. docs/distributed.md shows how models are split. Invariant: a weight is split along with its
-scale, in whole 128x128 blocks: shards that start or end inside a block are padded with zeros, and DTensors with such
-shards are refused. The decision depends only on sizes and placements, which every rank knows, and falls before anything
-is sent or launched.
+Importing it registers the shardings and has `fp8_linear` take DTensors; nothing else in deep_tile imports
+torch.distributed. docs/distributed.md shows how models are split. Invariant: a weight is split along with its scale, in
+whole 128x128 blocks: shards that start or end inside a block are padded with zeros, and DTensors with such shards are
+refused. The decision depends only on sizes and placements, which every rank knows, and falls before anything is sent or
+launched.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,6 @@ class WeightShard(NamedTuple):
     """A rank's part of a weight, for GEMMs without DTensors.
 
     Attributes:
-        weight, scale: as `fp8_gemm` takes them.
         first: count of leading zero rows or columns.
     """
 
@@ -83,8 +82,7 @@ def check_shardable(n: int, k: int, ranks: int, style: str) -> int:
     styles below pad shards by that much; `shard_weight` adds fewer where it can.
 
     Args:
-        n, k: the whole weight's sizes.
-        ranks: how many share it.
+        n, k: the whole weight's sizes, which `ranks` share.
         style: "column" splits n: each rank computes some result columns. "row" splits k: each rank computes partial
             sums.
 
@@ -194,7 +192,6 @@ class _LinearStyle(ParallelStyle):
         return distribute_module(module, device_mesh, self._partition, self._distribute_input, self._collect_output)
 
     def _parts(self, module: nn.Linear, ranks: int) -> list[Part]:
-        """Every rank's part, if shards need padding."""
         size = (module.out_features, module.in_features)[_split_dim(self.style)]
         return [] if _fits(size, ranks) else [_part(size, ranks, rank) for rank in range(ranks)]
 
@@ -267,8 +264,7 @@ class RowParallel(_LinearStyle):
         output_layouts: placement of the output; Replicate(), by an all-reduce, when None.
         use_local_output: return the local tensor, not the DTensor.
 
-    Raises, when it is applied:
-        TypeError: the module is no `deep_tile.nn.Linear`.
+    Raises TypeError as `ColumnParallel`.
     """
 
     style = "row"

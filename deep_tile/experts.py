@@ -1,8 +1,8 @@
 """MoE kernels around the two grouped GEMMs: sorting tokens by expert, the gated activation, combining results.
 
-Called by users. Activation and FP8 cast are one kernel on the casts' code (quantize.py), so each element is read once
-and nothing wide is written between the GEMMs. Live rows and indices are read on the device: no call waits for the host,
-and CUDA graphs can capture all.
+Activation and FP8 cast are one kernel on the casts' code (quantize.py), so each element is read once and nothing wide
+is written between the GEMMs. Live rows and indices are read on the device: no call waits for the host, and CUDA graphs
+can capture all.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,6 @@ import torch
 from deep_tile import cast, launches, quantize, sources, tensors
 from deep_tile.config import as_int, ceil_div, round_up
 from deep_tile.operation import Arg, Described, Given
-from deep_tile.ops import is_traced
 
 _NO_EXPERT = torch.iinfo(torch.int16).max
 """Experts are sorted as int16, which takes a quarter of int64's passes."""
@@ -54,8 +53,9 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) ->
         ValueError: `chosen` is not a matrix or has no memory, or `experts` or `alignment` is out of range.
         RuntimeError: the kernel is not loaded yet while a CUDA graph is captured; or as `per_token_cast_to_fp8`.
     """
-    call = SORT_BY_EXPERT.trace if is_traced() else SORT_BY_EXPERT.run
-    return Routing(*call((chosen, None, None, None), (experts, alignment)))
+    if type(experts) is not int:
+        experts = as_int(experts) or experts  # of NumPy's, which would overflow; what is none is refused
+    return Routing(*SORT_BY_EXPERT.run((chosen, None, None, None), (experts, alignment)))
 
 
 class SortOptions(NamedTuple):
@@ -209,8 +209,6 @@ def silu_mul_cast_to_fp8(
         RuntimeError: as there.
     """
     options = (amax_floor, round_scale, exact, scale_layout, limit, alpha, beta)
-    if is_traced():
-        return SILU_MUL_CAST.trace((gate_up, out, scale_out, offs, counts), options)
     return SILU_MUL_CAST.run((gate_up, out, scale_out, offs, counts), options)
 
 
@@ -266,8 +264,6 @@ def combine(
         ValueError: shapes, strides or devices do not fit, or a tensor has no memory.
         RuntimeError: `x`, `weights` or `out` requires a gradient, in grad mode; or as `per_token_cast_to_fp8`.
     """
-    if is_traced():
-        return COMBINE.trace((x, weights, index, out), ())
     return COMBINE.run((x, weights, index, out), ())
 
 

@@ -1,7 +1,7 @@
 """Epilogue options: bias, activation, output format. Their checks and weight layout.
 
-Called by dense.py, options.py and linear.py, and by users who lay out weights for "swiglu". The definition is
-`reference.finished`. Invariant: an activation is a row in kinds.ACTIVATIONS, a format in kinds.OUTPUTS.
+The definition is `reference.finished`. Invariant: an activation is a row in kinds.ACTIVATIONS, a format in
+kinds.OUTPUTS.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,6 @@ from deep_tile.kinds import ACTIVATIONS, GATE_COLUMNS, OUTPUTS, QUANTIZED, RAW, 
 
 
 def torch_dtype(element: Element) -> torch.dtype:
-    """torch's dtype for a format."""
     return getattr(torch, element.dtype)
 
 
@@ -35,18 +34,15 @@ def names(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def one_of(dtypes: Iterable[torch.dtype]) -> str:
-    """The dtypes as text, for errors."""
     known = tuple(dtypes)
     return names(known) if len(known) == 1 else f"one of {names(known)}"
 
 
 def out_columns(n: int, activation: str | None) -> int:
-    """Columns of `out` for a GEMM with n columns."""
     return n // 2 if activation == "swiglu" else n
 
 
 def for_problem(bias: torch.Tensor | None, activation: str | None) -> dict[str, str]:
-    """`GemmProblem` fields for a checked epilogue."""
     return {"bias": "none" if bias is None else OUTPUT_NAMES[bias.dtype], "activation": activation or "none"}
 
 
@@ -83,7 +79,6 @@ def interleave_gate_up(x: torch.Tensor) -> torch.Tensor:
 
 
 def of_kind(kind: Kind) -> tuple[torch.dtype, ...]:
-    """Result dtypes of a kind."""
     return tuple(dtype for dtype, name in RESULT_NAMES.items() if name in kind.outputs)
 
 
@@ -113,7 +108,6 @@ def check_out(
 
 
 def check_bias_kind(bias: object) -> None:
-    """Check that a bias, if it is given, is a plain tensor."""
     if bias is None:
         return
     if not isinstance(bias, torch.Tensor):

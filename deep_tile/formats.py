@@ -1,7 +1,7 @@
 """Quantised weight formats, and detection of a weight's format.
 
-Called by blocks.py, and by nn.py for error texts. Invariant: nothing is guessed: where dtypes and shapes fit two
-formats that differ, or bytes could mean something else, the format must be named.
+Invariant: nothing is guessed: where dtypes and shapes fit two formats that differ, or bytes could mean something else,
+the format must be named.
 """
 
 import itertools
@@ -142,7 +142,6 @@ def _scale_shape(rows: tuple[int, ...], columns: int, format_: Format, firsts: t
 
 
 def fits(weight: torch.Tensor, scale: torch.Tensor, format_: Format, firsts: tuple[int, int]) -> bool:
-    """Whether shapes and weight dtype fit a format."""
     if weight.dim() < 2 or format_.packed != (weight.dtype in PACKED_DTYPES):
         return False
     if any(first >= max(of, 1) for first, of in zip(firsts, (format_.rows, format_.columns), strict=True)):
@@ -178,7 +177,6 @@ def _meaning(weight: torch.Tensor, format_: Format, firsts: tuple[int, int]) -> 
 
 
 def seen(weight: torch.Tensor, scale: torch.Tensor) -> str:
-    """For an error."""
     return f"weight is {weight.dtype} {list(weight.shape)} and scale {scale.dtype} {list(scale.shape)}"
 
 

@@ -1,9 +1,9 @@
 """SwiGLU's gradient, cast to FP8 along both dimensions, and the forward activation, cast along tokens.
 
-Called by users and train. Between an MLP's GEMMs stands h = silu(gate) * up. The forward pass needs h cast along f,
-which `silu_mul_cast_to_fp8` makes; the backward pass needs the gradients of gate and up cast along f and along tokens,
-and h cast along tokens. This module makes all in one read: on a Hopper GPU by gated.cuh's kernel if f is a multiple of
-128, else by torch and separate casts.
+Between an MLP's GEMMs stands h = silu(gate) * up. The forward pass needs h cast along f, which `silu_mul_cast_to_fp8`
+makes; the backward pass needs the gradients of gate and up cast along f and along tokens, and h cast along tokens. This
+module makes all in one read: on a Hopper GPU by gated.cuh's kernel if f is a multiple of 128, else by torch and
+separate casts.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,6 @@ import torch
 from deep_tile import both, cast, launches, ops, params, quantize, sources, tensors, transposed
 from deep_tile.config import SCALE_BLOCK, ceil_div
 from deep_tile.operation import Given
-from deep_tile.ops import is_traced
 
 _FIELDS = {"gate_up_scale": "x_scale", "share": "share", "offs": "ends"}
 """Fields in `params.GATED` for optional tensors."""
@@ -95,8 +94,7 @@ def swiglu_gradient_cast_both(
     Raises as `cast_both`.
     """
     options = amax_floor, round_scale, exact, alignment, blocks
-    call = SWIGLU_GRADIENT.trace if is_traced() else SWIGLU_GRADIENT.run
-    made = call((dh, gate_up, None, None, None, None, gate_up_scale, share, offs), options)
+    made = SWIGLU_GRADIENT.run((dh, gate_up, None, None, None, None, gate_up_scale, share, offs), options)
     return parts_of(Made(*made), blocks, share is not None)
 
 

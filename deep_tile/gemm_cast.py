@@ -1,9 +1,9 @@
 """GEMM with an FP8 result for the next GEMM: one fused kernel, or two if they are faster.
 
-Called by users. The fused kernel applies the epilogue, scales by the tile's own maxima and rounds in registers: no
-other result is written. Its tiles must hold all 128 columns of a scale, too wide for small m; the selector predicts
-when a BF16 GEMM plus a cast is faster. Invariant: the result equals `fp8_gemm` then `per_token_cast_to_fp8`, bit for
-bit if both are batch invariant.
+The fused kernel applies the epilogue, scales by the tile's own maxima and rounds in registers: no other result is
+written. Its tiles must hold all 128 columns of a scale, too wide for small m; the selector predicts when a BF16 GEMM
+plus a cast is faster. Invariant: the result equals `fp8_gemm` then `per_token_cast_to_fp8`, bit for bit if both are
+batch invariant.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,6 @@ from deep_tile.codegen import StreamingKernel
 from deep_tile.config import GemmConfig
 from deep_tile.kinds import Kind
 from deep_tile.operation import Given
-from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 
 
@@ -36,12 +35,10 @@ class Options(NamedTuple):
 
     @property
     def product(self) -> dense.Options:
-        """Options for the GEMM alone."""
         return dense.Options(None, *self[:6])
 
     @property
     def cast(self) -> quantize.Options:
-        """Options for the cast alone."""
         return quantize.Options(quantize.TOKEN_BLOCK[0], *self[6:9])
 
 
@@ -93,8 +90,6 @@ def fp8_gemm_cast(
     The method (1x128 scales in the epilogue) is from the DeepSeek-V3 report, 3.3, which asks for such fusion.
     """
     options = (config, num_sms, batch_invariant, pdl, constant_weights, activation, amax_floor, round_scale, exact)
-    if is_traced():
-        return FP8_GEMM_CAST.trace((a, a_scale, b, b_scale, out, scale_out, bias), (*options, scale_layout))
     return FP8_GEMM_CAST.run((a, a_scale, b, b_scale, out, scale_out, bias), (*options, scale_layout))
 
 
@@ -106,7 +101,6 @@ class ProductCast(dense.Dense):
         self.in_turn: launches.Table = {}  # calls known to take two launches, which have no tables here
 
     def product(self, given: Given) -> Given:
-        """Tensors for the BF16 `fp8_gemm`."""
         return *given[:4], None, given[6]
 
     def results(self, kind: Kind) -> tuple[torch.dtype, ...]:

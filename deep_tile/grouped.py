@@ -1,8 +1,8 @@
 """Grouped GEMMs (MoE): each row group is multiplied by its own matrix.
 
-Called by users and integrations. One launch multiplies all groups. Group bounds are read on the device, so nothing
-waits for the host and one CUDA graph serves every distribution. Invariant: rows outside all groups are not written, and
-invalid bounds never cause out-of-bounds access.
+One launch multiplies all groups. Group bounds are read on the device, so nothing waits for the host and one CUDA graph
+serves every distribution. Invariant: rows outside all groups are not written, and invalid bounds never cause
+out-of-bounds access.
 """
 
 import math
@@ -16,7 +16,6 @@ from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.dense import FP8_KINDS, PACKED_KINDS, REFERENCES, Product, kinds_of, unpacked
 from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
 from deep_tile.operation import Given
-from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import grouped_reference
 from deep_tile.select.choose import LEAST_UNPACKED
@@ -171,7 +170,7 @@ class Grouped(Product):
         if expected is None:
             expected = ceil_div(rows, groups) if options.layout == "offs" else rows
         return GemmProblem(
-            *(rows, n, k, options.num_sms, tma_can_store(out)),
+            *(rows, n, k, options.num_sms, checks.tma_can_store(out)),
             kind=self.kind(given, options).name,
             output=finishes.RESULT_NAMES[out.dtype],
             groups=Groups(options.layout, groups, expected),
@@ -272,8 +271,6 @@ def fp8_grouped_gemm(
     given = (a, a_scale, b, b_scale, bounds, out)
     options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
     options += (pdl, constant_weights, True)
-    if is_traced():
-        return FP8_GROUPED_GEMM.trace(given, options)
     return FP8_GROUPED_GEMM.run(given, options)
 
 
@@ -314,8 +311,6 @@ def grouped_gemm(
     given = (a, b, bounds, out)
     options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
     options += (pdl, constant_weights, True)
-    if is_traced():
-        return GROUPED_GEMM.trace(given, options)
     return GROUPED_GEMM.run(given, options)
 
 
@@ -365,8 +360,6 @@ def scaled_grouped_gemm(
     given = (a, a_scale, b, b_scale, bounds, out)
     options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
     options += (pdl, constant_weights, fast_accum)
-    if is_traced():
-        return SCALED_GROUPED_GEMM.trace(given, options)
     return SCALED_GROUPED_GEMM.run(given, options)
 
 
@@ -404,8 +397,6 @@ def packed_grouped_gemm(
     given = (a, a_scale, b, b_scale, bounds, out)
     options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant)
     options += (pdl, False, True)
-    if is_traced():
-        return PACKED_GROUPED_GEMM.trace(given, options)
     return PACKED_GROUPED_GEMM.run(given, options)
 
 
@@ -456,13 +447,6 @@ def row_strides(x: torch.Tensor, single: int) -> tuple[int, int]:
     return x.stride(-2), x.stride(0) // x.stride(-2)
 
 
-def tma_can_store(out: torch.Tensor) -> bool:
-    """TMA, and the vector stores for a group's last rows, need multiples of 16 bytes."""
-    strides = [stride for stride, size in zip(out.stride()[:-1], out.shape[:-1], strict=True) if size > 1]
-    numbers = (out.data_ptr(), *(out.element_size() * number for number in (out.shape[-1], *strides)))
-    return all(number % tensors.ALIGNMENT_BYTES == 0 for number in numbers)
-
-
 # Checks.
 
 
@@ -482,7 +466,6 @@ def _check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.Te
 
 
 def _shape_remedy(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor) -> str:
-    """The remedy for a wrong shape."""
     if name == "offs":
         return offs_remedy(x, b.shape[0], a.shape[0])
     if name == "counts":
@@ -500,7 +483,6 @@ def _shape_remedy(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.T
 
 
 def offs_remedy(offs: torch.Tensor, groups: int, rows: int) -> str:
-    """The remedy for offsets whose shape is not [groups]."""
     seen = str(list(offs.shape))
     if seen == str([groups + 1]):
         return "offs holds the row behind each group's last, and no 0 before: pass offs[1:]"

@@ -1,7 +1,7 @@
 """Kernel source to cubin: NVRTC, better scheduling hints (sass.py), and a disk cache in front of both.
 
-Called by plan.py (`load_cubin`) and by the command line. Knows only text and bytes: no config, no torch, no driver and
-no GPU. cuda.core is imported by the functions that compile, because its import costs more than a read from the cache.
+Knows only text and bytes: no config, no torch, no driver and no GPU. cuda.core is imported by the functions that
+compile, because its import costs more than a read from the cache.
 
 Invariant: a cubin from the cache was compiled from this source (up to comments), with these options, hints and NVRTC:
 its entry ends with a checksum over key and content. A cache that cannot be read, written or locked costs compilations,
@@ -69,10 +69,7 @@ usual duration."""
 
 
 class Compiled(NamedTuple):
-    """One compiler run: the cubin, the log from NVRTC and ptxas, and the seconds it took.
-
-    The cubin has our hints where these are known to help: with `sass.TESTED_NVRTC`.
-    """
+    """One compiler run. The cubin has our hints with `sass.TESTED_NVRTC`, where they are known to help."""
 
     cubin: bytes
     log: str
@@ -80,17 +77,13 @@ class Compiled(NamedTuple):
 
     @property
     def divergence(self) -> tuple[str, ...]:
-        """Instructions that handle divergent warps: with any of them the kernel may hang, and `load_cubin` refuses
-        it."""
+        """Instructions that handle divergent warps: a kernel with one may hang, and `load_cubin` refuses it."""
         return sass.divergence(self.cubin)
 
 
 class ResourceUsage(NamedTuple):
-    """What ptxas reports about a kernel, per thread.
-
-    `warnings` are its remarks C75xx and C76xx, whole lines: it serialised WGMMAs, or changed the synchronisation
-    around them.
-    """
+    """What ptxas reports about a kernel, per thread; `warnings`: lines that say that it serialised WGMMAs, or changed
+    the synchronisation around them (C75xx, C76xx)."""
 
     registers: int
     spill_store_bytes: int
@@ -100,7 +93,7 @@ class ResourceUsage(NamedTuple):
 
     @property
     def flawed(self) -> bool:
-        """Spills, or a remark that ptxas serialised WGMMAs: the kernel is right, and slower than it should be."""
+        """Whether the kernel, though right, is slower than it should be."""
         return bool(self.spill_store_bytes or self.spill_load_bytes or self.warnings)
 
 
@@ -109,11 +102,9 @@ class CacheInfo(NamedTuple):
 
     Attributes:
         directory: None when the kernels are kept in memory.
-        entries, size_bytes: kernels that it holds.
         limit_bytes: above that size, kernels are removed.
         nvrtc_version: the compiler whose kernels it serves; None without one.
-        packaged: kernels that come with the package, before all others; None where there are none, or they are not
-            wanted.
+        packaged: the package's own kernels, which come first; None where there are none, or they are not wanted.
     """
 
     directory: Path | None
@@ -125,10 +116,8 @@ class CacheInfo(NamedTuple):
 
 
 class CompileError(RuntimeError):
-    """NVRTC could not compile a kernel, or compiled one that may hang.
-
-    The message has NVRTC's version, log and options and the path of the saved source, or the remedy.
-    """
+    """NVRTC could not compile a kernel (the message has its version, log, options and the saved source's path), or
+    compiled one that may hang."""
 
 
 class DivergenceError(CompileError):
@@ -163,12 +152,8 @@ def load_cubin(source: str, name: str) -> bytes:
 
 
 def store_cubin(source: str, cubin: bytes) -> None:
-    """Store a cubin that `compile_kernel` made from `source`, without divergence. `is_stored` says whether it
-    stays there.
-
-    Raises:
-        PermissionError: somebody else may write to the cache directory.
-    """
+    """Store a cubin that `compile_kernel` made from `source`, without divergence; errors as for `is_stored`, which says
+    whether it stays."""
     kernels = _cache()
     kernels.prepare()
     kernels.put(_key(identity(source)), cubin)
@@ -201,7 +186,6 @@ def serving_contents() -> packaged.Contents | None:
 
 
 def driver_is_older(nvrtc_version: str) -> bool:
-    """Whether the driver's CUDA major version is lower than an NVRTC's."""
     try:
         driver = _launcher.driver_version()
     except RuntimeError:
@@ -219,7 +203,7 @@ def _compile_once(kernels: _KernelCache, key: bytes, source: str, name: str) -> 
 
 
 def _compile_uniform(source: str, name: str) -> bytes:
-    """The cubin for `source`; raises instead of returning a kernel that may hang."""
+    """Raises DivergenceError instead of returning a kernel that may hang."""
     compiled = compile_kernel(source, name)
     if compiled.divergence:
         raise DivergenceError(f"{divergence_text(name, compiled.divergence)}. Remedy: {divergence_remedy()}")
@@ -227,7 +211,6 @@ def _compile_uniform(source: str, name: str) -> bytes:
 
 
 def divergence_text(name: str, divergence: tuple[str, ...]) -> str:
-    """Error text for a kernel with `Compiled.divergence`."""
     more = f" and {len(divergence) - 1} more" if len(divergence) > 1 else ""
     return f"{name} may hang: NVRTC {nvrtc_version()} compiles it with divergent warps ({divergence[0]}{more})"
 
@@ -237,8 +220,7 @@ TESTED_WHEELS = {"12": "nvidia-cuda-nvrtc-cu12==12.9.86", "13": "nvidia-cuda-nvr
 
 
 def divergence_remedy() -> str:
-    """The remedy for a kernel with `Compiled.divergence`: a tested NVRTC, unless this is one, and a kernel known to be
-    good."""
+    """A tested NVRTC, unless this is one, and a kernel known to be good."""
     version = nvrtc_version()
     wheel = TESTED_WHEELS.get(version.split(".")[0], TESTED_WHEELS["13"])
     if wheel.partition("==")[2].startswith(version):
@@ -438,20 +420,14 @@ def disassemble(cubin: Path) -> bytes | None:
 
 @cache
 def nvrtc_version() -> str:
-    """The compiling NVRTC's version: '13.0.88', or '13.0' if it does not come from a wheel.
-
-    The wheel is asked first: it knows the patch level, and loading the library takes 6 ms, 50 ms when not in memory.
-
-    Raises:
-        RuntimeError: NVRTC is missing.
-    """
+    """The compiling NVRTC's version: '13.0.88', or '13.0' if it does not come from a wheel, which is asked first:
+    loading the library takes 6 ms, 50 ms when not in memory. Raises RuntimeError where NVRTC is missing."""
     wheel = _nvrtc_wheel()
     return wheel.version if wheel else _loaded_nvrtc_version()
 
 
 @cache
 def _nvrtc_wheel() -> metadata.Distribution | None:
-    """The installed NVRTC wheel that matches the installed bindings."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         major = metadata.version("cuda-bindings").split(".")[0]
         return metadata.distribution("nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc")
@@ -488,11 +464,8 @@ def _missing_compiler() -> RuntimeError:
 
 @cache
 def _load_wheels_nvrtc() -> None:
-    """Load the libraries in the NVRTC wheel, if there is one.
-
-    The bindings, and NVRTC for its builtins, then use the loaded libraries. By themselves they search only
-    site-packages, not PYTHONPATH or .pth folders.
-    """
+    """Load the wheel's libraries for the bindings, and NVRTC's builtins, which search only site-packages, not
+    PYTHONPATH or .pth folders."""
     wheel = _nvrtc_wheel()
     for file in (wheel and wheel.files) or ():
         if re.fullmatch(r"libnvrtc(-builtins)?\.so\.[\d.]+", file.name):
@@ -524,12 +497,8 @@ def compiler_text() -> str:
 
 
 def clear_cache() -> None:
-    """Remove every kernel from the cache. Kernels that are loaded stay loaded.
-
-    Raises:
-        OSError: the directory cannot be written.
-        RuntimeError: cuda.core, which finds the kernels, is missing.
-    """
+    """Remove every kernel from the cache; loaded ones stay loaded. Raises OSError where the directory cannot be
+    written, RuntimeError without cuda.core, which finds the kernels."""
     _cache().clear()
 
 
@@ -561,10 +530,8 @@ _LINES_MATTER = tuple(map(re.compile, ('R"', r"\\\s", "__LINE__")))
 
 
 def _without_comments(source: str) -> str:
-    """CUDA C++ without comments and blank lines, for hashing: 0.4 ms for a kernel.
-
-    Whatever may be a string stays: a comment after a quote in its line counts, and costs a compilation when it changes.
-    """
+    """CUDA C++ without comments and blank lines, for hashing: 0.4 ms for a kernel. A comment after a quote in its line
+    stays, since it may be a string."""
     if any(mark.search(source) for mark in _LINES_MATTER):
         return source
 
@@ -590,11 +557,8 @@ def _open_cache() -> _KernelCache:
 
 
 class _KernelCache:
-    """Cubins by key: files in a directory, and in memory those that the directory rejects.
-
-    FileStreamProgramCache writes the files (atomically, for many processes at once) and keeps their total size below
-    the limit. Added here: checksums, locks, the owner's check, and reads that need no import of cuda.core.
-    """
+    """Cubins by key: files of a FileStreamProgramCache, and in memory those that the directory rejects. Added here:
+    checksums, locks, the owner's check, and reads that need no import of cuda.core."""
 
     def __init__(self, directory: Path | None, limit_bytes: int) -> None:
         self.directory = directory
@@ -624,7 +588,6 @@ class _KernelCache:
             self._check_writers(path)
 
     def _check_writers(self, directory: Path) -> None:
-        """Refuse a directory, if it exists, that somebody else may write to."""
         try:
             status = directory.stat()
         except OSError:
@@ -649,7 +612,6 @@ class _KernelCache:
         return None
 
     def holds(self, key: bytes) -> bool:
-        """Whether the directory has the kernel."""
         entry = self.directory and self._read(key)
         return bool(entry) and packaged.checked(key, entry) is not None
 
@@ -664,10 +626,8 @@ class _KernelCache:
 
     @contextlib.contextmanager
     def lock(self, key: bytes) -> Iterator[None]:
-        """Keep others from compiling the same kernel meanwhile. Where that fails, it is compiled twice.
-
-        Thread locks are per process: a forked child does not wait for its parent's threads.
-        """
+        """Keep others from compiling the same kernel meanwhile; where that fails, it is compiled twice. A forked child
+        does not wait for its parent's threads."""
         thread_lock = self._thread_locks.setdefault((os.getpid(), key), threading.Lock())
         acquired = thread_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS)
         try:
@@ -678,7 +638,6 @@ class _KernelCache:
                 thread_lock.release()
 
     def entry_sizes(self) -> list[int]:
-        """Bytes per entry in the directory, or in memory without one."""
         if self.directory is None:
             return [len(cubin) for cubin in self._memory.values()]
         sizes = []
@@ -699,8 +658,7 @@ class _KernelCache:
 
     @property
     def _files(self) -> FileStreamProgramCache:
-        """This process's cache object for the directory; it holds a lock. Raises OSError for an unusable directory, and
-        ImportError without cuda.core."""
+        """This process's. Raises OSError for an unusable directory, and ImportError without cuda.core."""
         with import_lock:
             from cuda.core.utils import FileStreamProgramCache
 
@@ -754,10 +712,7 @@ class _KernelCache:
 
 
 def _entry_path(directory: Path, key: bytes) -> Path:
-    """Where FileStreamProgramCache keeps an entry, since cuda-core 1.1.
-
-    Read here, a hit takes 0.7 ms; through cuda.core 45 ms, mostly the import. With a release that keeps entries
-    elsewhere the file is not found here, and cuda.core is asked: slower, and as right.
-    """
+    """Where FileStreamProgramCache keeps an entry, since cuda-core 1.1. Read here, a hit takes 0.7 ms; through
+    cuda.core, asked where nothing is found here, 45 ms, mostly the import."""
     digest = hashlib.sha256(key).hexdigest()
     return directory / _ENTRIES / digest[:2] / digest[2:]

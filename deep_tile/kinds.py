@@ -1,7 +1,7 @@
 """Kinds: one row per supported GEMM type, with its operand and result dtypes.
 
-Read by config.py, codegen.py, select/, method/ and api.py, which hold no facts about formats themselves. No torch:
-dtypes are torch's names. Invariant: a kind's name starts its kernels' names and names its times in select/times/.
+No torch: dtypes are torch's names. Invariant: a kind's name starts its kernels' names and names its times in
+select/times/.
 """
 
 from typing import NamedTuple
@@ -68,7 +68,6 @@ class Kind(NamedTuple):
 
     @property
     def mma(self) -> str:
-        """The type suffix of its WGMMA instruction, after the shape."""
         return f"{self.sums}.{self.a.name}.{self.b.name}"
 
     @property
@@ -103,12 +102,10 @@ class Kind(NamedTuple):
 
     @property
     def b_bytes(self) -> float:
-        """Bytes per `b` element in memory."""
         return self.packing.row_bytes / self.k_block if self.packing else self.b.bytes
 
     @property
     def k_block(self) -> int:
-        """K elements per K block."""
         return K_BLOCK_BYTES // self.a.bytes
 
     def timed_output(self, output: str) -> str:

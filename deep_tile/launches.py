@@ -1,8 +1,8 @@
 """Prepared launches, remembered for calls alike: by a call's options and its tensors' signature.
 
-Called by operation.py. C finds a launch by itself (`_launcher.launch_known`) for plain tensors in torch's own types,
-which it reads through DLPack. Others (subclasses, or all if torch has no DLPack C
-exchange API) take the same path here, in Python, once they are known to be plain.
+C finds a launch by itself (`_launcher.launch_known`) for plain tensors in torch's own types, which it reads through
+DLPack. Others (subclasses, or all if torch has no DLPack C exchange API) take the same path here, in Python, once they
+are known to be plain.
 """
 
 from collections.abc import Callable
@@ -45,13 +45,11 @@ def signature(*given: torch.Tensor | None) -> bytes | tuple:
 
 
 def find(table: Table, options: tuple, signature: bytes | tuple) -> Prepared | None:
-    """The entry for checked options of any type."""
     _, launches = table.get(options, (options, {}))
     return launches.get(signature)
 
 
 def remember(table: Table, options: tuple, signature: bytes | tuple, launch: Prepared) -> None:
-    """Keep `launch` for the next call like this one."""
     met = list(table.values())  # at once: another thread may add one meanwhile
     too_many_options = options not in table and len(met) >= MAX_OPTIONS
     if too_many_options or sum(len(launches) for _, launches in met) >= MAX_SIGNATURES:
@@ -71,7 +69,6 @@ class NotLoaded(RuntimeError):
         self._kernel_name, self._or_else = kernel_name, or_else
 
     def of(self, call: str) -> "NotLoaded":
-        """The same error for the function that the user called."""
         return NotLoaded(self._kernel_name, call, self._or_else)
 
 

@@ -1,8 +1,8 @@
 """A linear layer in one call: the input is cast to FP8 and multiplied by weights in FP8.
 
-Called by users, nn.py and integrations. On a Hopper GPU one C call enqueues cast and GEMM as programmatic dependent
-launches: the GEMM's blocks start and prefetch weights while the cast still runs. A workspace holds the quantised input.
-Invariant: the result equals `per_token_cast_to_fp8` then `fp8_gemm` bit for bit, including bias and dtype.
+On a Hopper GPU one C call enqueues cast and GEMM as programmatic dependent launches: the GEMM's blocks start and
+prefetch weights while the cast still runs. A workspace holds the quantised input. Invariant: the result equals
+`per_token_cast_to_fp8` then `fp8_gemm` bit for bit, including bias and dtype.
 """
 
 import math
@@ -121,7 +121,7 @@ def fp8_linear(
         product = {"num_sms": num_sms, "batch_invariant": batch_invariant, "pdl": pdl}
         return _multiply_quantized(x, b, b_scale, bias, out, out_dtype, product)
     options = (out_dtype, amax_floor, round_scale, exact, num_sms, batch_invariant, pdl)
-    if is_traced() or type(x) in ops.wrappers:
+    if type(x) in ops.wrappers:
         return FP8_LINEAR.trace((x, b, b_scale, bias, out, None), options)
     return FP8_LINEAR.run((x, b, b_scale, bias, out, None), options)
 
@@ -349,7 +349,6 @@ class Linear(Operation):
 
 @lru_cache(maxsize=4096)
 def _product_layout(x_shape: tuple[int, ...], n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Dense shape and strides of the result for this input shape."""
     shape = (*x_shape[:-1], n)
     return shape, tensors.dense_strides(shape)
 
@@ -387,7 +386,6 @@ class _Parts(NamedTuple):
         return self.begin + self.rows * self.stride
 
     def views(self, workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The quantised input and its scale."""
         a = workspace[self.begin : self.end].view(quantize.FP8_DTYPE).view(self.rows, self.stride)
         a_scale = workspace[: self.scale_bytes].view(torch.float32).view(-1, self.scale_stride)
         return a[:, : self.k], a_scale.t()[: self.rows]
@@ -437,7 +435,6 @@ def _rows(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dict) -> torch.Tensor:
-    """The layer for a quantised input."""
     if len(x) != 2:
         raise ValueError(f"x is a tuple of {len(x)}; pass the pair that per_token_cast_to_fp8 returned, or a tensor")
     (a, a_scale), dtype = x, out_dtype or torch.bfloat16

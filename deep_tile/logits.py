@@ -1,8 +1,8 @@
 """An indexer's logits: each query's score for each key, over a key tensor or a paged cache.
 
-Called by users and compat/deep_gemm.py. out[i, j] = scale[j] * sum over h of weights[i, h] * relu(q[i, h] . key[j]), as
-DeepSeek-V3.2's indexer has it. Which keys count for a query is read on the device: no call waits for the host, and all
-can be captured in CUDA graphs. Work is shared out evenly whatever the lists say, within the kernel.
+out[i, j] = scale[j] * sum over h of weights[i, h] * relu(q[i, h] . key[j]), as DeepSeek-V3.2's indexer has it. Which
+keys count for a query is read on the device: no call waits for the host, and all can be captured in CUDA graphs. Work
+is shared out evenly whatever the lists say, within the kernel.
 """
 
 from operator import eq
@@ -15,7 +15,6 @@ from deep_tile.codegen import LOGITS_TILE
 from deep_tile.config import as_int, ceil_div, check_sizes, round_up
 from deep_tile.logits_launch import HEAD_DIMS, HEADS, MOST_BATCH_QUERIES, SCALE_BYTES, Keys, LogitsLayout
 from deep_tile.operation import Given, Operation
-from deep_tile.ops import is_traced
 from deep_tile.options import check_one
 from deep_tile.select.hardware import Hardware
 from deep_tile.select.streaming import Prediction
@@ -118,8 +117,7 @@ def mqa_logits(
         RuntimeError: `weights` or another tensor requires a gradient, in grad mode; the kernel is not loaded yet while
             a CUDA graph is captured; or the driver refuses the launch.
     """
-    call = MQA_LOGITS.trace if is_traced() else MQA_LOGITS.run
-    return call((q, kv, kv_scale, weights, starts, ends, out), (clean, columns, out_dtype, num_sms, pdl))
+    return MQA_LOGITS.run((q, kv, kv_scale, weights, starts, ends, out), (clean, columns, out_dtype, num_sms, pdl))
 
 
 def paged_mqa_logits(
@@ -154,8 +152,9 @@ def paged_mqa_logits(
 
     Returns `out`. Raises as `mqa_logits`.
     """
-    call = PAGED_MQA_LOGITS.trace if is_traced() else PAGED_MQA_LOGITS.run
-    return call((q, cache, weights, lengths, block_table, out), (clean, columns, out_dtype, num_sms, pdl))
+    return PAGED_MQA_LOGITS.run(
+        (q, cache, weights, lengths, block_table, out), (clean, columns, out_dtype, num_sms, pdl)
+    )
 
 
 class Logits(Operation):

@@ -1,6 +1,6 @@
 """Indexer logits kernels: choice, parameters, tensor maps, launches.
 
-Called by logits.py. Knows integers and CUDA device ordinals, not tensors: no torch. `cast.py` loads the kernels.
+Knows integers and CUDA device ordinals, not tensors: no torch. `cast.py` loads the kernels.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """`Linear` with an FP8 weight, replacement of a model's layers, and precompilation of their kernels.
 
-Called by users and integrations. Invariant: a Linear's weight stays float8_e4m3fn and its scale float32 through any
-model conversion, and its rows start at multiples of 16 bytes after any load, copy or move. Whoever sets its parameters
-past all that has copies made, call by call, that are as they must be.
+Invariant: a Linear's weight stays float8_e4m3fn and its scale float32 through any model conversion, and its rows start
+at multiples of 16 bytes after any load, copy or move. Whoever sets its parameters past all that has copies made, call
+by call, that are as they must be.
 """
 
 import warnings
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deep_tile import api, blocks, cast, checks, formats, jit, packed_layers, quantize, replaceable, tensors
-from deep_tile.config import as_int, check_sizes
+from deep_tile.config import as_counts, check_sizes
 from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
 from deep_tile.packed_layers import PackedExperts, PackedLinear
@@ -56,11 +56,7 @@ class Linear(torch.nn.Module):
         batch_invariant=True. The weight is drawn as `torch.nn.Linear` draws it.
         """
         super().__init__()
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if as_int(size) is None:
-                raise TypeError(f"{name} is {size!r}, of type {type(size).__name__}; pass an int")
-            if size < 0:
-                raise ValueError(f"{name} is {size}; pass how many there are")
+        in_features, out_features = as_counts(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features, self.options = in_features, out_features, options
         self.weight = _frozen(tensors.empty_rows((out_features, in_features), FP8_DTYPE, device))
         scale = torch.empty(scale_shape(self.weight.shape, WEIGHT_BLOCK), dtype=torch.float32, device=device)

@@ -17,6 +17,7 @@ from torch import is_grad_enabled
 
 from deep_tile import _launcher, launches, ops, tensors
 from deep_tile.kinds import Kind
+from deep_tile.ops import is_traced
 from deep_tile.options import check as check_options
 from deep_tile.select.hardware import Hardware
 from deep_tile.select.streaming import Prediction
@@ -184,11 +185,9 @@ class Operation(ops.Op):
     # Derived from the description.
 
     def run(self, given: Given, options: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """A call outside tracing.
-
-        Args:
-            options: equal to an `Options`.
-        """
+        """A call; `options` equal an `Options`."""
+        if is_traced():
+            return self.trace(given, options)
         asked = given
         try:
             if is_grad_enabled():
@@ -212,7 +211,6 @@ class Operation(ops.Op):
         return given[self._first_out] if self._has_one_out else given[self._written_to]
 
     def trace(self, given: Given, options: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """A call under tracing, through the op."""
         if not self._allocates:
             self._require_outs(given)
         named = self.Options(*options)
@@ -223,7 +221,6 @@ class Operation(ops.Op):
         return self(inputs, outs, {name: getattr(named, name) for name in names} | lists)
 
     def check_arguments(self, given: Given, options) -> None:
-        """Check each argument's type, which no signature covers."""
         present = {}
         for place, (name, x) in enumerate(zip(self.names_in(options), given, strict=True)):
             if x is None and place in self._may_lack:
@@ -237,7 +234,6 @@ class Operation(ops.Op):
         self.check_options(options)
 
     def names_in(self, options) -> tuple[str, ...]:
-        """The tensors' names for the caller."""
         return self.names
 
     def refuse_gradients(self, given: Given, options) -> None:
@@ -282,7 +278,6 @@ class Operation(ops.Op):
                 raise tensors.no_tensor(name, None, self.sources.get(name, "pass a tensor"))
 
     def _call_of_op(self, inputs: tuple, outs: tuple, keywords: dict) -> tuple[Given, tuple]:
-        """Tensors and options from an op's call."""
         all_tensors = (*inputs, *outs)
         given = tuple([all_tensors[i] for i in self._order])
         if self.lists:

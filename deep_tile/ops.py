@@ -43,12 +43,12 @@ def register(
             nothing, because functionalisation refuses ops that return an input; and such an argument may be passed by
             position, because torch.compile traces no keyword `out` that is a slice. It is defined after the op without
             overload, since torch takes the first that fits.
-        implementation: the op's function; called with the caller's grad mode, and defaults may be left out.
+        implementation: called with the caller's grad mode; defaults may be left out.
         fake: the same without data: allocates results with the right shapes and strides. Compared sizes go through
             `holds`.
         backward, setup_context: as for torch.library.register_autograd. Without them no result requires a gradient: an
             op that must not drop one refuses it, in its implementation and in its fake.
-        flops: for GEMM ops and their overloads: operation count, from the arguments with shapes in place of tensors.
+        flops: of a GEMM, from the arguments with shapes in place of tensors.
     """
     name = schema.partition("(")[0]
     if flops is not None:
@@ -154,11 +154,8 @@ class Op:
             register(self._schema(True), self._written, self._fake_written, flops=flops)
 
     def __call__(self, inputs: tuple, outs: tuple, options: tuple | dict) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The op's call under tracing; the overload's if outputs are given.
-
-        Args:
-            options: a NamedTuple with all options, perhaps a config, or a dict of keywords.
-        """
+        """The op's call under tracing; the overload's if outputs are given. `options`: a NamedTuple with all, perhaps a
+        config, or a dict of keywords."""
         if not isinstance(options, dict):
             refuse_config(getattr(options, "config", None))
             options = {name: getattr(options, name) for name in self._options}
@@ -193,7 +190,6 @@ class Op:
         self._check(*self._parts(given), options)
 
     def _parts(self, given: tuple) -> tuple[tuple, tuple]:
-        """Inputs and outputs."""
         given = _filled(given, self._tensors)
         return tuple(given[i] for i in self._inputs), tuple(given[i] for i in self._outs)
 

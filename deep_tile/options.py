@@ -1,7 +1,6 @@
 """Checks for call keywords, shared by all operations.
 
-Called by operation.py for every option, and by functions that take single ones. Types are exact: 1 equals
-True and would find the launches cached for True.
+Types are exact: 1 equals True and would find the launches cached for True.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
 """Packaged kernels: the default ones, compiled by the NVRTC that the tests ran with.
 
-Read by jit.py before its cache, written by tools/pack.py when a wheel is made; a checkout has none. So a fresh machine
-compiles nothing for them and needs no NVRTC, and no other compiler stands between a user and a kernel that was tested.
-Knows only bytes. Invariant: a kernel is found by its text, options and hints; damaged files and files from other
-sources are ignored.
+So a fresh machine compiles nothing for them and needs no NVRTC, and no other compiler stands between a user and a
+kernel that was tested. Knows only bytes. Invariant: a kernel is found by its text, options and hints; damaged files and
+files from other sources are ignored.
 """
 
 import hashlib

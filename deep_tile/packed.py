@@ -1,8 +1,7 @@
 """4-bit weights in the kernels' memory order: `pack_weight`, its inverse, and a packed weight's value in FP8.
 
-Called by users at load time, and by dense.py and grouped.py for `packed_gemm` and `packed_grouped_gemm`. Written in
-torch; runs on the weight's device. Invariant: packing moves bits and changes none; the kernel converts them to FP8
-(packed_b.cuh) as `as_fp8` defines.
+Written in torch; runs on the weight's device. Invariant: packing moves bits and changes none; the kernel converts them
+to FP8 (packed_b.cuh) as `as_fp8` defines.
 """
 
 from math import prod
@@ -177,10 +176,8 @@ def as_fp8(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
 
 def zeros(shape: tuple[int, ...], format: str, device: torch.device | str | None) -> Packed:
     """A packed weight [..., n, k] of zeros."""
-    if format not in PACKED:
+    if not isinstance(format, str) or format not in PACKED:
         raise ValueError(f"format is {format!r}; packed are {', '.join(map(repr, PACKED))}")
-    if any(as_int(size) is None or size < 0 for size in shape):
-        raise ValueError(f"sizes are {shape}; pass how many there are, as ints")
     *leading, n, k = shape
     if n % UNIT_ROWS:
         raise ValueError(f"a weight has {n} rows; rows are packed in multiples of {UNIT_ROWS}: add rows of zeros")

@@ -1,7 +1,7 @@
 """Layers of models whose weights have 4 bits: `PackedLinear` and `PackedExperts`, which nn.py has.
 
-Called by users and by what brings deep_tile into engines. Invariant: weights and their scales stay in the dtypes that
-`packed.pack_weight` gave them, whatever a model is converted to; all parameters are frozen.
+Invariant: weights and their scales stay in the dtypes that `packed.pack_weight` gave them, whatever a model is
+converted to; all parameters are frozen.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deep_tile import blocks, dense, experts, grouped, packed, quantize, sources, tensors
+from deep_tile.config import as_counts
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -61,6 +62,7 @@ class PackedLinear(_Layer):
         weight is zero, to be loaded from a `state_dict()`; `from_codes` makes a layer of a checkpoint's weight.
         """
         super().__init__()
+        in_features, out_features = as_counts(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features, self.options = in_features, out_features, options
         weight, scale = packed.zeros((out_features, in_features), format, device)
         self._give("weight", weight, scale, torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
@@ -143,6 +145,7 @@ class PackedExperts(_Layer):
         checkpoint's weights."""
         super().__init__()
         self.gating = {"limit": limit, "alpha": alpha, "beta": beta}
+        num_experts, hidden, width = as_counts(num_experts=num_experts, hidden=hidden, width=width)
         for name, shape in (("gate_up", (num_experts, 2 * width, hidden)), ("down", (num_experts, hidden, width))):
             of_bias = torch.zeros(shape[:2], device=device, dtype=dtype) if bias else None
             self._give(name, *packed.zeros(shape, format, device), of_bias)

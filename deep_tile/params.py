@@ -42,7 +42,6 @@ class Field(NamedTuple):
     """One table row.
 
     Attributes:
-        name: in the kernel.
         type: C type: a number, a pointer, or `TENSOR_MAP`.
         meaning: comment beside the field in the kernel text.
         least, most: limits, if narrower than the type's.
@@ -93,14 +92,7 @@ class Field(NamedTuple):
 
 
 class Params:
-    """One struct's table.
-
-    Attributes:
-        name: the struct's.
-        fields: in order.
-        offsets: bytes, by field name.
-        size, alignment: the struct's, in bytes.
-    """
+    """One struct's table: its fields in order, their offsets by name, size and alignment in bytes."""
 
     def __init__(self, name: str, *fields: Field):
         self.name = name
@@ -115,12 +107,8 @@ class Params:
         self.size = at + -at % self.alignment
 
     def pack(self, **values: float) -> bytes:
-        """The struct's bytes. Every number is needed; addresses are 0 unless given, and tensor maps are zeros.
-
-        Raises:
-            KeyError: a number is missing.
-            ValueError: an integer is beyond its limits.
-        """
+        """The struct's bytes. Addresses are 0 unless given, tensor maps are zeros. Raises KeyError where a number is
+        missing, ValueError where an integer is beyond its limits."""
         data = bytearray(self.size)
         for field in self.fields:
             if field.name in values or not (field.is_pointer or field.is_map):
@@ -140,7 +128,6 @@ class Params:
 
     @property
     def text(self) -> str:
-        """The struct as C++ text with an assertion on its layout."""
         types = _MAP_STRUCT if any(field.is_map for field in self.fields) else ""
         lines, at = [], 0
         for field, offset in zip(self.fields, self.offsets.values(), strict=True):
@@ -279,8 +266,6 @@ GEMM = Params(
     Field("correction", "float"),
     Field("units", "const void*", "of a packed b, which has no maps: [k / 128, n / 16] for each group"),
 )
-"""The parameters of a GEMM."""
-
 CAST = Params(
     "CastParams",
     Field("x", "const void*", "strides are in elements; columns of x and out are adjacent"),
@@ -297,8 +282,6 @@ CAST = Params(
     Field("amax_floor", "float", "lower bound of a block's largest magnitude"),
     Field("correction", "float", "1: quotients are divided; 0: multiplied with the rounded reciprocal"),
 )
-"""The parameters of a cast to FP8."""
-
 CAST_OF_ROWS = Params(
     CAST.name,
     *CAST.fields,
@@ -312,8 +295,7 @@ CAST_OF_ROWS = Params(
     Field("sigmoid_factor", "float", "-alpha * log2(e)"),
     Field("beta", "float", "what is added to up"),
 )
-"""The parameters of a cast of listed rows, or of SwiGLU and its cast. More fields in `CAST` would change the code of
-all other casts."""
+"""Of listed rows, or of SwiGLU and its cast. More fields in `CAST` would change the code of all other casts."""
 
 TRANSPOSED_CAST = Params(
     CAST.name,
@@ -326,8 +308,6 @@ TRANSPOSED_CAST = Params(
     Field("alignment", "int", "of the tokens that groups begin at", 128, 1024),
     Field("out_vectors", "int", "out may be written 16 bytes at a time: its rows begin at multiples of that", 0, 1),
 )
-"""The parameters of a cast along tokens."""
-
 CAST_BOTH = Params(
     CAST.name,
     *TRANSPOSED_CAST.fields,  # out and scale are the transpose's; aligned is of x and row_out
@@ -342,8 +322,6 @@ CAST_BOTH = Params(
     Field("scale_step", "long long"),
     Field("row_out_step", "long long"),
 )
-"""The parameters of a cast in both directions, or of a transpose."""
-
 GATED = Params(
     CAST.name,
     *CAST_BOTH.fields,  # x is gates and ups; out is of their gradient and of h, a third of the columns each
@@ -354,8 +332,6 @@ GATED = Params(
     Field("x_scale_stride_row", "long long"),
     Field("x_scale_stride_column", "long long"),
 )
-"""The parameters of the gradient of SwiGLU, cast in both directions."""
-
 COMBINE = Params(
     "CombineParams",
     Field("x", "const void*", "strides are in elements; columns of x and out are adjacent"),
@@ -376,8 +352,6 @@ COMBINE = Params(
     Field("wide_index", "int", "it is of int64, not int32", 0, 1),
     Field("narrow_weights", "int", "they are BF16, not FP32", 0, 1),
 )
-"""The parameters of `combine`."""
-
 UNPACK = Params(
     "UnpackParams",
     Field(
@@ -388,8 +362,6 @@ UNPACK = Params(
     Field("row_units", "unsigned", "", 1),
     Field("k_blocks", "unsigned", "", 1),
 )
-"""The parameters of unpacking a packed weight to FP8."""
-
 SORT = Params(
     "SortParams",
     Field("chosen", "const void*", "[t, top_k], dense, as index"),
@@ -406,8 +378,6 @@ SORT = Params(
     Field("slice", "unsigned", "choices that a block counts", 1),
     Field("warp_choices_log2", "unsigned", "of the choices that a warp places", 5, 11),
 )
-"""The parameters of `sort_by_expert`."""
-
 THIN = Params(
     "ThinParams",
     Field("a_map", TENSOR_MAP, "a [matrices, m, k] in bytes, box [1, block_m, 128]"),
@@ -431,8 +401,6 @@ THIN = Params(
     Field("out_stride", "long long", "strides are in elements"),
     Field("part_stride", "long long", "from a part's results to the next one's"),
 )
-"""The parameters of a thin GEMM."""
-
 SPLIT = Params(
     "SplitParams",
     Field("b", "const float*", "[matrices, rows, k], columns adjacent; strides are in elements"),
@@ -444,8 +412,6 @@ SPLIT = Params(
     Field("row_stride", "long long"),
     Field("matrix_stride", "long long"),
 )
-"""The parameters of splitting FP32 into BF16 terms."""
-
 PARTS = Params(
     "PartsParams",
     Field("sums", "const float*", "[parts, m, n], dense"),
@@ -460,7 +426,7 @@ PARTS = Params(
     Field("accumulate", "int", "FP32 results are added to out", 0, 1),
     Field("out_stride", "long long", "in elements"),
 )
-"""The parameters of adding up the parts of a thin GEMM."""
+
 LOGITS = Params(
     "LogitsParams",
     Field("rows", "int", "queries: rows of q, [rows, heads, head_dim]; strides are in elements", 1),
@@ -492,7 +458,7 @@ LOGITS = Params(
     Field("keys_map", TENSOR_MAP, "[pages, keys of a page, head_dim] in bytes, box [1, 64, head_dim]"),
     Field("scales_map", TENSOR_MAP, "[pages, keys of a page], box [1, 64]"),
 )
-"""The parameters of an indexer's logits. Keys in a tensor count as one page."""
+"""Keys in a tensor count as one page."""
 
 MOST_CAST_GROUPS = 1024
 """Whose counts of living rows a cast holds in shared memory."""

@@ -1,7 +1,6 @@
 """Thin GEMM kernels (thin.cuh): choice, number of K parts, launches.
 
-Called by thin.py. Knows integers and CUDA device ordinals, not tensors: no torch. Kernels are compiled and loaded like
-casts (cast.py).
+Knows integers and CUDA device ordinals, not tensors: no torch. Kernels are compiled and loaded like casts (cast.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -335,5 +334,4 @@ def prepare_split(
 
 
 def all_kernels() -> list[StreamingKernel]:
-    """Every kernel that a product can need."""
     return [*KERNELS, SUM, *SPLIT.values()]

@@ -1,7 +1,7 @@
 """From a problem to a kernel that is loaded and ready to launch.
 
-Called by operations that meet a new signature, and by the command line. Kernels are compiled (jit.py) and loaded once
-per device and live as long as the process: they are a finite set, because sizes are run-time values.
+Kernels are compiled (jit.py) and loaded once per device and live as long as the process: they are a finite set, because
+sizes are run-time values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,12 +38,12 @@ def configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
 
 
 def cast_configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
-    """Every config that such products need, together or apart, for some m in [1, max_m]."""
+    """The same for products with an FP8 result, cast in the kernel or apart."""
     return choose.cast_configs_for(of_all, max_m, tuned.configs(of_all.num_sms))
 
 
 def unpacked_configs_for(of_all: GemmProblem, max_m: int) -> set[GemmConfig]:
-    """Every config that products of a packed weight, of some m in [1, max_m], are given where it is unpacked first."""
+    """The same for products of a packed weight where it is unpacked first."""
     rows = range(choose.LEAST_UNPACKED, max_m + 64, 64)
     problems = (choose.bucketed(of_all._replace(m=m)) for m in rows)
     return {config_for(choose.in_fp8(problem)) for problem in problems if choose.unpacks(problem)}
@@ -76,28 +76,28 @@ MAX_SCALE_REACH = (2**32 - 1) // 4
 
 
 class GroupLayout(NamedTuple):
-    """Group strides, beside `Layout`: in rows for operands, in elements for scales.
+    """Group strides by their names in `params.GEMM`, beside `Layout`: in rows, of scales in elements.
 
     Attributes:
         alignment: rows to whose multiples group starts are rounded up, a power of two; for "offs".
-        a_rows, out_rows: from a group's first row to the next one's; for "counts".
-        b_rows: likewise for `b`; if N-major, from a group's first k to the next one's.
-        a_scale_stride, b_scale_stride: from a group's first scale to the next one's; 0 for `a_scale` with "offs".
+        a_group_rows, out_group_rows: from a group's first row to the next one's; for "counts".
+        b_group_rows: likewise for `b`; if N-major, from a group's first k to the next one's.
+        a_scale_group_stride, b_scale_group_stride: from a group's first scale to the next one's; a's 0 with "offs".
     """
 
     alignment: int = 1
-    a_rows: int = 0
-    out_rows: int = 0
-    b_rows: int = 0
-    a_scale_stride: int = 0
-    b_scale_stride: int = 0
+    a_group_rows: int = 0
+    out_group_rows: int = 0
+    b_group_rows: int = 0
+    a_scale_group_stride: int = 0
+    b_scale_group_stride: int = 0
 
 
 class ResultScale(NamedTuple):
-    """Quantisation options and scale strides for the result, as in `params.GEMM`."""
+    """Quantisation options and scale strides for the result, by their names in `params.GEMM`."""
 
-    stride_m: int = 0
-    stride_n: int = 0
+    out_scale_stride_m: int = 0
+    out_scale_stride_n: int = 0
     pow2_scale: bool = False
     amax_floor: float = 0.0
     correction: int = 0
@@ -236,21 +236,19 @@ def _kernel_for(problem: GemmProblem, config: GemmConfig, device: int) -> _launc
 
 
 def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_b: bool, b_scale: int = 0) -> bytes:
-    """The kernel's parameters except tensor maps and addresses.
-
-    Raises:
-        ValueError: a size or stride that the kernel cannot express.
-    """
+    """The kernel's parameters except tensor maps and addresses. Raises ValueError for a size or stride that it cannot
+    express."""
     m, n, k = problem.m, problem.n, problem.k
     groups = layout.groups
     _check_tiles(problem, config)
     every = () if problem.groups is None else (problem.groups.count,)
     a_scales, b_scales = _scale_shapes(problem)
-    _check_scale("a_scale", (*every, *a_scales), (groups.a_scale_stride, *layout.a_scale_strides))
-    _check_scale("b_scale", (*every, *b_scales), (groups.b_scale_stride, *layout.b_scale_strides))
+    _check_scale("a_scale", (*every, *a_scales), (groups.a_scale_group_stride, *layout.a_scale_strides))
+    _check_scale("b_scale", (*every, *b_scales), (groups.b_scale_group_stride, *layout.b_scale_strides))
     _check_scale("bias", (problem.n,), (layout.bias_stride,))
     # A stride that takes more bits belongs to a single row, column or group and is never used.
     strides = [stride % 2**32 for stride in (*layout.a_scale_strides, *layout.b_scale_strides)]
+    of_groups = {name: getattr(groups, name) % 2**32 for name in ("a_scale_group_stride", "b_scale_group_stride")}
     group_rows = raster_rows(config, problem)
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
     return params.GEMM.pack(
@@ -272,18 +270,9 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         b_scale_stride_k=strides[3],
         out_stride_m=layout.out_stride,
         groups=sum(every),
-        alignment=groups.alignment,
-        a_group_rows=groups.a_rows,
-        out_group_rows=groups.out_rows,
-        b_group_rows=groups.b_rows,
-        a_scale_group_stride=groups.a_scale_stride % 2**32,
-        b_scale_group_stride=groups.b_scale_stride % 2**32,
         bias_stride=layout.bias_stride % 2**32,
-        out_scale_stride_m=layout.out_scale.stride_m,
-        out_scale_stride_n=layout.out_scale.stride_n,
-        pow2_scale=layout.out_scale.pow2_scale,
-        amax_floor=layout.out_scale.amax_floor,
-        correction=layout.out_scale.correction,
+        **groups._asdict() | of_groups,
+        **layout.out_scale._asdict(),
     )
 
 
@@ -310,12 +299,10 @@ def _scale_shapes(problem: GemmProblem) -> tuple[tuple[int, int], tuple[int, int
 
 
 def scale_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from a scale's first to its last."""
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _check_scale(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Check the offsets that kernels reach, over the last `len(shape)` dimensions."""
     strides = strides[-len(shape) :]
     if min(strides) < 0 or scale_reach(shape, strides) > MAX_SCALE_REACH:
         raise ValueError(
@@ -325,12 +312,8 @@ def _check_scale(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) ->
 
 
 def bulk_scale_rows(rows: int, strides: tuple[int, int], aligned: bool) -> int:
-    """Rows whose scales a bulk copy can take: all if M-major with columns at multiples of 16 bytes, else 0.
-
-    Args:
-        strides: the scale's, per row and per block.
-        aligned: whether it is 16-byte aligned.
-    """
+    """Rows whose scales, with strides per row and block, a bulk copy can take: all if M-major and 16-byte aligned, with
+    columns at multiples of 16 bytes, else 0."""
     stride_row, stride_k = strides
     return rows if aligned and stride_row == 1 and stride_k % 4 == 0 else 0
 
@@ -353,8 +336,8 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     """The launch's tensor maps: offset in `params.GEMM`, owner, and map."""
     m, n, k = problem.m, problem.n, problem.k
     others, groups = problem.groups.count - 1 if problem.groups else 0, layout.groups
-    a_rows, out_rows = m + others * groups.a_rows, m + others * groups.out_rows
-    b_rows, b_k = (n, k + others * groups.b_rows) if config.b_span else (n + others * groups.b_rows, k)
+    a_rows, out_rows = m + others * groups.a_group_rows, m + others * groups.out_group_rows
+    b_rows, b_k = (n, k + others * groups.b_group_rows) if config.b_span else (n + others * groups.b_group_rows, k)
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
     a, b = partial(_operand_map, config, config.a_span, k), partial(_operand_map, config, config.b_span, b_k)
     a_maps, b_maps, out_maps = (params.GEMM.offsets[f"{name}_maps"] for name in ("a", "b", "out"))
@@ -448,9 +431,7 @@ def span_tail_rows(rows: int, box_rows: int) -> int:
 
 
 def tail_rows(rows: int, tile_rows: int, sharers: int) -> int:
-    """TMA box rows in the last tile, or 0 if it is full.
-
-    Blocks that share it each fetch a part that starts at a multiple of 8 rows, the swizzle's period.
-    """
+    """TMA box rows in the last tile, or 0 if it is full. Blocks that share it each fetch a part that starts at a
+    multiple of 8 rows, the swizzle's period."""
     left = rows % tile_rows
     return left if sharers == 1 else round_up(ceil_div(left, sharers), 8)

@@ -76,7 +76,6 @@ class GemmProblem(NamedTuple):
         return self.with_alignment(strided)
 
     def with_alignment(self, strided: tuple[int, int]) -> "GemmProblem":
-        """This problem with such a `row_alignment`."""
         return self if strided == self.row_alignment else self._replace(strided=strided)
 
     @property

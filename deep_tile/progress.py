@@ -1,7 +1,4 @@
-"""Progress of long work on stderr: a bar with the time left on a terminal, else a line now and then.
-
-Called by the command line, and by `precompile` and its like when asked: libraries stay quiet by default.
-"""
+"""Progress of long work on stderr: a bar with the time left on a terminal, else a line now and then."""
 
 import os
 import sys
@@ -17,7 +14,6 @@ TOLD_EVERY = 10
 
 
 def track_progress(items: Iterable, description: str, total: int | None = None) -> Iterable:
-    """Pass items on and show progress."""
     total = len(items) if total is None else total
     if sys.stderr is None:  # closed by a daemon
         return items

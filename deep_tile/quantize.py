@@ -1,9 +1,8 @@
 """Casts to FP8 with one FP32 scale per 1x128 (activations) or 128x128 (weights) block, and back.
 
-Called by users, tests and benchmarks. `definition` defines a cast in plain torch; on a Hopper GPU a kernel (cast.py)
-writes the same bits. A warm call is one C call that finds the launch by the tensors' signature. Invariant: for
-finite `x`, either cast followed by `dequantize` gives `x` back to within e4m3's rounding at its block's scale; nothing
-saturates.
+`definition` defines a cast in plain torch; on a Hopper GPU a kernel (cast.py) writes the same bits. A warm call is one
+C call that finds the launch by the tensors' signature. Invariant: for finite `x`, either cast followed by `dequantize`
+gives `x` back to within e4m3's rounding at its block's scale; nothing saturates.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from deep_tile import _launcher, cast, launches, ops, sources, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.operation import Given, Operation
-from deep_tile.ops import DEFAULT_SCALE_LAYOUT, SMALLEST_AMAX_FLOOR, is_traced
+from deep_tile.ops import DEFAULT_SCALE_LAYOUT, SMALLEST_AMAX_FLOOR
 from deep_tile.options import check_one
 from deep_tile.params import Place, places
 
@@ -70,7 +69,6 @@ class Options(NamedTuple):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The values that every cast kernel gets."""
         divides = int(self.exact == "divide")
         return {"pow2_scale": self.round_scale == "pow2", "amax_floor": self.floor, "correction": divides}
 
@@ -134,7 +132,8 @@ def per_token_cast_to_fp8(
         counts: [g] int32, dense, for `x` [g, m, k] with at most 1024 groups: live rows per group. Otherwise
             as `offs`.
         out: [..., k] float8_e4m3fn with unit column stride, to write to; allocated when None: contiguous, or, if k is
-            not a multiple of 16, with rows at multiples of 16 bytes as GEMMs need; padding is not written.
+            not a multiple of 16, with rows at multiples of 16 bytes as GEMMs need; padding is not written. It
+            must share no memory with `x` or `scale_out`.
         scale_out: [..., k_groups] float32, to write to; `scale_layout` then means nothing. Any strides, if leading
             dimensions can be flattened as a view.
 
@@ -156,11 +155,7 @@ def per_token_cast_to_fp8(
     """
     options = (amax_floor, round_scale, exact, scale_layout)
     if rows is None and offs is None and counts is None:
-        if is_traced():
-            return TOKEN_CAST.trace((x, out, scale_out), options)
         return TOKEN_CAST.run((x, out, scale_out), options)
-    if is_traced():
-        return ROWS_CAST.trace((x, out, scale_out, rows, offs, counts), options)
     return ROWS_CAST.run((x, out, scale_out, rows, offs, counts), options)
 
 
@@ -194,8 +189,6 @@ def per_block_cast_to_fp8(
         TypeError: as `per_token_cast_to_fp8`, except that `w` may require a gradient.
         ValueError: `w` is not 2-D; and as `per_token_cast_to_fp8`.
     """
-    if is_traced():
-        return BLOCK_CAST.trace((w, out, scale_out), (amax_floor, round_scale, exact))
     return BLOCK_CAST.run((w, out, scale_out), (amax_floor, round_scale, exact))
 
 
@@ -337,7 +330,6 @@ class Cast(Casting):
         return Options(self.block[0], *options[:3])
 
     def shape(self, given: Given) -> tuple[int, ...]:
-        """Shape of `out`."""
         if not self.lists:
             return given[0].shape
         return sources.result_shape(given[0], self.is_gated, self.lists_of(given))
@@ -423,7 +415,6 @@ def _check_target_shape(name: str, target: torch.Tensor, shape: tuple, device: t
 
 @torch.no_grad()
 def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists) -> None:
-    """A matrix's cast."""
     if "rows" in lists:
         x = sources.gathered(x, lists["rows"])
     x = x.float() if options.gating is None else sources.silu_mul(x.float(), options.gating)
@@ -528,7 +519,6 @@ def check_capture(kernel: cast.StreamingKernel, device: int, call: str) -> None:
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Scale shape for a tensor of this shape."""
     if block == TOKEN_BLOCK:
         return *shape[:-1], ceil_div(shape[-1], SCALE_BLOCK)
     return tuple(map(ceil_div, shape, block))

@@ -1,7 +1,7 @@
 """GEMM definitions in plain torch, and the distance of an output from them.
 
-Called by operations for CPU tensors, by tests and benchmarks on any device. Invariant: no global precision setting
-(TF32, `torch.set_float32_matmul_precision`) changes a result, because every product is taken in float64.
+Invariant: no global precision setting (TF32, `torch.set_float32_matmul_precision`) changes a result, because every
+product is taken in float64.
 """
 
 import math
@@ -42,15 +42,8 @@ def fp8_gemm_reference(
 
 
 def gemm_reference(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """`out[m, n] = sum over k of a[m, k] b[n, k]`, summed in float64 and rounded once to `out_dtype`; integer sums wrap
-    like int32, modulo 2^32.
-
-    Args:
-        a: [m, k]; b: [n, k]. Any dtypes and strides.
-
-    Returns:
-        A contiguous tensor [m, n] on the operands' device.
-    """
+    """`out[m, n] = sum over k of a[m, k] b[n, k]`, of any dtypes and strides, summed in float64 and rounded once to
+    `out_dtype`; integer sums wrap like int32, modulo 2^32."""
     b_columns = b.double().t()
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     for a_rows, out_rows in zip(a.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
@@ -62,12 +55,8 @@ def gemm_reference(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> 
 def rows_gemm_reference(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """`out[m, n] = a_scale[m] b_scale[n] sum over k of a[m, k] b[n, k]`, in float64, rounded once to `out_dtype`.
-
-    Args:
-        a, b: [m, k] and [n, k]. Any dtypes and strides.
-        a_scale, b_scale: one element per row, or one in all.
-    """
+    """`out[m, n] = a_scale[m] b_scale[n] sum over k of a[m, k] b[n, k]`, in float64, rounded once to `out_dtype`;
+    scales have one element per row, or one in all."""
     exact = gemm_reference(a, b, torch.float64)
     return (exact * a_scale.double().reshape(-1, 1) * b_scale.double().reshape(1, -1)).to(out_dtype)
 
@@ -83,11 +72,7 @@ def scaled_gemm_reference(
     """`out[m, n] = sum over k of a[m, k] a_scale[m, k // 128] b[n, k] b_scale[n // 128, k // 128]`.
 
     Multiplied and summed in float64, at least as exact as the kernels' FP32 accumulation; rounded once to `out_dtype`.
-
-    Args:
-        a, b: [m, k] and [n, k]. Any dtypes and strides.
-        a_scale, b_scale: [m, ceil(k / 128)] and [ceil(n / b_block[0]), ceil(k / 128)].
-        b_block: rows and columns that share a scale in `b`.
+    `b_block` has the rows and columns of `b` that share a scale.
     """
 
     def wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
@@ -109,15 +94,8 @@ def row_blocks_gemm_reference(
 def finished(product: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
     """The epilogue before rounding: bias, then activation, in float64.
 
-    Args:
-        product: [m, n] float64.
-        bias: [n], any dtype and stride, or None.
-        activation: a name in `kinds.ACTIVATIONS`, or None. "gelu" is x times the normal CDF at x, "gelu_tanh" its tanh
-            approximation, "silu" x times the logistic function; "swiglu" multiplies silu of eight columns by the next
-            eight, alternating.
-
-    Returns:
-        [m, n] float64, [m, n / 2] for "swiglu".
+    "gelu" is x times the normal CDF at x, "gelu_tanh" its tanh approximation, "silu" x times the logistic function;
+    "swiglu" multiplies silu of eight columns by the next eight, alternating, so that [m, n] becomes [m, n / 2].
     """
     if bias is not None:
         product = product + bias.double()
@@ -192,13 +170,8 @@ def fp8_grouped_wgrad_reference(
     alignment: int,
     accumulate: bool,
 ) -> None:
-    """`row_blocks_gemm_reference` for each group's tokens, written or added to `out[g]`.
-
-    Args:
-        dy, dy_scale, x, x_scale: [n, s], [n, ceil(s / 128)], [k, s], [k, ceil(s / 128)].
-        offs, alignment: as for `group_rows`, in tokens; alignment is a multiple of 128.
-        out: [g, n, k].
-    """
+    """`row_blocks_gemm_reference` for each group's tokens, written or added to `out[g]`; `offs` and `alignment`, a
+    multiple of 128, are in tokens, as for `group_rows`."""
     for group, (begin, end) in enumerate(group_rows("offs", offs, len(out), dy.shape[1], alignment)):
         if begin == end and accumulate:
             continue
@@ -209,10 +182,8 @@ def fp8_grouped_wgrad_reference(
 
 
 def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
-    """Frobenius norm of `x - reference` divided by reference's, in float64.
-
-    0.0 when both are zero, infinity when only `reference` is, NaN when either holds NaN.
-    """
+    """Frobenius norm of `x - reference` divided by reference's, in float64: 0.0 when both are zero, infinity when only
+    `reference` is, NaN when either holds NaN."""
     error = norm = 0.0
     for got, wanted in _float64_chunks(x, reference):
         error += (got - wanted).square().sum()
@@ -244,7 +215,6 @@ def _require_operand(name: str, x: torch.Tensor, scale: torch.Tensor, block: tup
 
 
 def _float64_chunks(x: torch.Tensor, reference: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both tensors in float64, some rows at a time."""
     if x.shape != reference.shape:
         raise ValueError(f"x has shape {list(x.shape)} and reference {list(reference.shape)}; they must be equal")
     rows = max(1, ELEMENTS_AT_ONCE // max(1, x[:1].numel()))

@@ -1,8 +1,7 @@
 """Which linear layers in a model can be replaced by FP8 ones, and the obstacles in others.
 
-Called by nn.py before it replaces anything. A model may do more with a layer than call it: share its weight, read it,
-train it, hang hooks on it. A layer where FP8 would drop or break something is refused, by name and with the remedy.
-Invariant: nothing is changed here.
+A model may do more with a layer than call it: share its weight, read it, train it, hang hooks on it. A layer where FP8
+would drop or break something is refused, by name and with the remedy. Invariant: nothing is changed here.
 """
 
 import dis
@@ -224,7 +223,6 @@ def _codes_of_forward(kind: type) -> Iterator[CodeType]:
 
 
 def _nested(code: CodeType | None) -> Iterator[CodeType]:
-    """Code of a function and its nested functions."""
     if code is not None:
         yield code
         for constant in code.co_consts:

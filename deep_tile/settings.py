@@ -1,7 +1,6 @@
 """deep_tile's environment variables: the only place that reads them, and the table that documents them.
 
-Called by checks.py, jit.py and tuned.py, never on a warm call. Each variable is read at its first use, never
-at import, and then remembered: all calls in a process see the same value.
+Each variable is read at its first use, never at import, and then remembered: all calls in a process see the same value.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Row sources for casts: rows by index, live rows of groups, `silu_mul`.
 
-Called by quantize.py and experts.py. Checks these arguments and defines in plain torch what the kernels in
-include/deep_tile/experts.cuh compute: rows bit for bit, `silu_mul` within its stated error.
+Checks these arguments and defines in plain torch what the kernels in include/deep_tile/experts.cuh compute: rows bit
+for bit, `silu_mul` within its stated error.
 """
 
 from collections.abc import Mapping

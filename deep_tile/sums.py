@@ -1,7 +1,6 @@
 """`einsum`: per-head GEMMs and batch-summed GEMMs.
 
-Called by users and compat. It has no kernels: per-head GEMMs are grouped GEMMs (grouped.py), batch sums are thin GEMMs
-(thin.py).
+It has no kernels: per-head GEMMs are grouped GEMMs (grouped.py), batch sums are thin GEMMs (thin.py).
 """
 
 from collections.abc import Callable
@@ -137,7 +136,6 @@ def _are_groups(x: torch.Tensor) -> bool:
 
 
 def _shape(expr: str, a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
-    """Result shape."""
     operands, result = expr.split("->")
     sizes = {}
     for letters, x in zip(operands.split(","), (a, b), strict=True):

@@ -1,8 +1,8 @@
 """Which tensors kernels accept: plain ones, whose memory holds the values that torch reads.
 
-Called by launches.py, operation.py and sources.py. torch marks others (lazily negated views, wrappers, sparse, ...) in
-dispatch keys, a bit set that DLPack does not export. C reads that word at the offset from `find_keys` and leaves other
-tensors to Python. Invariant: a tensor that C reads passes `require_plain`, which names the fault of any other.
+torch marks others (lazily negated views, wrappers, sparse, ...) in dispatch keys, a bit set that DLPack does not
+export. C reads that word at the offset from `find_keys` and leaves other tensors to Python. Invariant: a tensor that C
+reads passes `require_plain`, which names the fault of any other.
 """
 
 import ctypes
@@ -253,7 +253,6 @@ def new_empty(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...],
 
 @lru_cache(maxsize=4096)
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
     strides = [1]
     for size in shape[:0:-1]:
         strides.insert(0, strides[0] * max(size, 1))
@@ -339,7 +338,6 @@ def _not_plain(name: str, x: torch.Tensor) -> TypeError:
 
 
 def _kind(x: torch.Tensor) -> tuple[str, str]:
-    """A non-plain tensor's type and the remedy."""
     if x.is_nested:
         return "a nested tensor", "Pass its parts, {name}.unbind(), one by one"
     if x.layout is not torch.strided:

@@ -1,9 +1,8 @@
 """Thin GEMMs: split-K for outputs too small to fill a GPU. BF16 with FP32 weights (routers), with row sums of squares,
 or summed over a batch.
 
-Called by users, and by `gemm` where b is FP32. One kernel multiplies K parts on all SMs, another adds them in a fixed
-order (parts.py). Invariant: results repeat bit for bit; how many parts there are depends on sizes and the GPU's SMs
-alone.
+One kernel multiplies K parts on all SMs, another adds them in a fixed order (parts.py). Invariant: results repeat bit
+for bit; how many parts there are depends on sizes and the GPU's SMs alone.
 """
 
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from deep_tile import cast, checks, finishes, launches, ops, params, parts, tens
 from deep_tile.config import ceil_div, round_up
 from deep_tile.jit import compilations
 from deep_tile.operation import Given, Operation
-from deep_tile.ops import is_traced
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import Prediction
 
@@ -76,8 +74,7 @@ def thin_gemm(
     performance", 2022.
     """
     options = (out_dtype, terms, accumulate, batch_invariant, pdl, None, num_sms)
-    call = THIN_GEMM.trace if is_traced() else THIN_GEMM.run
-    return call((a, b, out, None, None), options)
+    return THIN_GEMM.run((a, b, out, None, None), options)
 
 
 def prenorm_gemm(
@@ -111,8 +108,7 @@ def prenorm_gemm(
     Raises as `fp8_gemm`. Nothing has been launched, and both are untouched.
     """
     options = (None, 3, False, False, pdl, num_splits, num_sms)
-    call = PRENORM_GEMM.trace if is_traced() else PRENORM_GEMM.run
-    return call((a, b, out, sqr_sum, None, None, None), options)
+    return PRENORM_GEMM.run((a, b, out, sqr_sum, None, None, None), options)
 
 
 def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:
@@ -266,7 +262,6 @@ class ByParts(Operation):
         return tuple(made) if len(made) > 1 else made[0]
 
     def define(self, given: Given, options: Options) -> None:
-        """The definition, in float64."""
         (a, b), outs = given[:2], given[self._written_to]
         if outs[0].is_meta:
             return

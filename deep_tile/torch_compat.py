@@ -55,8 +55,7 @@ def scaled_mm(
         use_fast_accum: with per-tensor or per-row scales, tensor cores accumulate all k with about 14 bits. Without it,
             and always with blocks, sums over 128 k are promoted to FP32.
 
-    Returns:
-        A contiguous tensor [m, n].
+    Returns a contiguous tensor [m, n].
 
     Raises:
         TypeError, ValueError: an argument that is not as listed.
@@ -85,7 +84,6 @@ def scaled_mm(
 
 
 def _multiply_blocks(a, a_scale, b, b_scale, recipe_of_b: ScalingType, **options) -> torch.Tensor:
-    """A block-scaled GEMM of [m, k] and [n, k], with 1x128 scales for `a`."""
     is_fp8_gemm = recipe_of_b == _WEIGHTS and a.dtype == b.dtype == torch.float8_e4m3fn
     return (dense.fp8_gemm if is_fp8_gemm else dense.scaled_gemm)(a, a_scale, b, b_scale, **options)
 
@@ -130,12 +128,7 @@ def scaled_grouped_mm(
         output_dtype: bfloat16, float16 or float32.
         swizzle_a, swizzle_b, use_fast_accum: as for `scaled_mm`.
 
-    Returns:
-        A contiguous tensor [s, n] or [g, m, n].
-
-    Raises:
-        TypeError, ValueError: an argument that is not as listed, such as a 2-D `mat_b`.
-        RuntimeError: as `deep_tile.scaled_grouped_gemm`.
+    Returns a contiguous tensor [s, n] or [g, m, n]. Raises as `scaled_mm`.
     """
     recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
     _check_recipes(recipes, [(_ROWS, _ROWS), (_TOKENS, _WEIGHTS)])
@@ -168,12 +161,8 @@ def grouped_mm(
         bias: only None.
         out_dtype: bfloat16, float16 or float32; `mat_a`'s when None.
 
-    Returns:
-        A contiguous tensor [s, n] or [g, m, n].
-
-    Raises:
-        TypeError, ValueError: an argument that is not as listed, such as a 2-D `mat_b`.
-        RuntimeError: as `deep_tile.grouped_gemm`, an operand that requires a gradient among them.
+    Returns a contiguous tensor [s, n] or [g, m, n]. Raises as `scaled_mm`, and as `deep_tile.grouped_gemm` for an
+    operand that requires a gradient.
     """
     _check_no_bias(bias)
     _check_groups(mat_a, mat_b, offs, (torch.bfloat16, torch.float16))
@@ -196,7 +185,7 @@ def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object, k
 
 
 def _single(name: str, value: object) -> object:
-    """The element of a one-element list, which torch takes for multi-level recipes."""
+    """A list, which torch takes for multi-level recipes, has one element."""
     if not isinstance(value, (list, tuple)):
         return value
     if len(value) != 1:

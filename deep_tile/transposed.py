@@ -1,8 +1,7 @@
 """The cast to FP8 along tokens, for weight gradients, whose K dimension is tokens.
 
-Called by users. A gradient needs dy and x with tokens innermost and one scale per 128 tokens; the cast reads row-major
-tokens and writes the transpose. `_definition` defines it in plain torch; on a Hopper GPU a kernel (transposed.cuh)
-writes the same bits.
+A gradient needs dy and x with tokens innermost and one scale per 128 tokens; the cast reads row-major tokens and writes
+the transpose. `_definition` defines it in plain torch; on a Hopper GPU a kernel (transposed.cuh) writes the same bits.
 """
 
 from typing import NamedTuple
@@ -12,7 +11,6 @@ import torch
 from deep_tile import cast, launches, quantize, sources, tensors
 from deep_tile.config import SCALE_BLOCK, check_alignment
 from deep_tile.operation import Given
-from deep_tile.ops import is_traced
 
 
 class CastOptions(NamedTuple):
@@ -70,8 +68,6 @@ def transposed_cast_to_fp8(
             `alignment` is out of range.
     """
     options = (amax_floor, round_scale, exact, scale_layout, alignment)
-    if is_traced():
-        return TRANSPOSED_CAST.trace((x, out, scale_out, rows, offs), options)
     return TRANSPOSED_CAST.run((x, out, scale_out, rows, offs), options)
 
 
@@ -153,7 +149,6 @@ def _living(offs: torch.Tensor, tokens: int, alignment: int) -> torch.Tensor:
 def numbers_of(
     x: torch.Tensor, options: NamedTuple, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
 ) -> dict[str, float]:
-    """Arguments of `params.TRANSPOSED_CAST` for these tensors."""
     columns, tokens = out.shape
     return {
         **quantize.matrix_numbers(tokens, columns, x, out, scale),
@@ -168,7 +163,6 @@ def numbers_of(
 
 
 def _takes_vectors(x: torch.Tensor) -> bool:
-    """Whether a kernel may read the matrix `x` vector by vector."""
     elements = tensors.ALIGNMENT_BYTES // x.element_size()
     steps = (x.shape[1], x.stride(0)) if len(x) > 1 else (x.shape[1],)
     return tensors.is_aligned(x) and all(step % elements == 0 for step in steps)

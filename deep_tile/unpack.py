@@ -1,7 +1,7 @@
 """A packed weight as FP8 in memory, for products of so many rows that converter warps would hold them up.
 
-Called by dense.py and grouped.py. The weight is unpacked anew at each call, to memory of torch's: one kernel reads its
-4 bits and writes 8 (unpack.cuh), then FP8's own kernel multiplies, with the same bits as a result.
+The weight is unpacked anew at each call, to memory of torch's: one kernel reads its 4 bits and writes 8 (unpack.cuh),
+then FP8's own kernel multiplies, with the same bits as a result.
 """
 
 from functools import partial
@@ -13,6 +13,7 @@ from deep_tile.codegen import StreamingKernel
 from deep_tile.config import SCALE_BLOCK, UNIT_ROWS, ceil_div
 from deep_tile.kinds import PACKED, Kind
 from deep_tile.operation import Given, Operation
+from deep_tile.ops import is_traced
 from deep_tile.params import places
 from deep_tile.quantize import FP8_DTYPE
 from deep_tile.select import choose
@@ -28,13 +29,14 @@ class Unpacking(Operation):
         self._decided: dict[tuple, bool] = {}
 
     def in_fp8(self, kind: Kind) -> Operation:
-        """The operation that multiplies by the unpacked weight."""
         raise NotImplementedError
 
     def casts(self, kind: Kind) -> list[StreamingKernel]:
         return [cast.UNPACK[kind.name]]
 
     def run(self, given: Given, options: tuple) -> torch.Tensor:
+        if is_traced():
+            return self.trace(given, options)
         a, b = given[0], given[2]
         records = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
         if not _is_large(a) or records or self.Options(*options).config is not None:

@@ -1,8 +1,7 @@
 """The four limits on a tile: registers, shared-memory capacity, arithmetic intensity, latency. Pure functions, in the
 named units.
 
-Called by config.py (what is legal), select/ and method/ (what is good); it imports nothing from the package. Invariant:
-a wall is a number, its limit, and the arithmetic in words; it decides nothing else.
+Invariant: a wall is a number, its limit, and the arithmetic in words; it decides nothing else.
 """
 
 from collections.abc import Iterable
@@ -46,13 +45,7 @@ def accumulator_registers(block_m: int, block_n: int, math_warpgroups: int) -> i
 
 
 def register_wall(accumulators: int, temporaries: int, limit: int) -> Wall:
-    """What a math thread holds against what it can spare.
-
-    Args:
-        accumulators: registers for the output tile, see `accumulator_registers`.
-        temporaries: registers for one K block's sums with promotion; else 0.
-        limit: registers that addresses, scales and loop variables leave.
-    """
+    """What a math thread holds, accumulators and, with promotion, one K block's sums, against what it can spare."""
     needed = accumulators + temporaries
     if temporaries:
         sentence = f"{accumulators} accumulators and {temporaries} of one K block"
@@ -66,7 +59,6 @@ def register_wall(accumulators: int, temporaries: int, limit: int) -> Wall:
 
 
 def operand_bytes(block_m: int, block_n: int, block_k: int, element_bytes: float) -> float:
-    """Bytes of both operands per tile and K block."""
     return (block_m + block_n) * block_k * element_bytes
 
 
@@ -114,8 +106,7 @@ def l2_wall(flops: float, bytes_moved: float, tflops: float, own_tbps: float, sh
     Below the wall L2 does not keep up even when all SMs request the same bytes. Between there and the point where it
     keeps up with no sharing, the result is an estimate: neighbouring tiles share part of their operands.
 
-    Args:
-        own_tbps, shared_tbps: L2 to all SMs, without sharing and with every byte requested by all.
+    `own_tbps` and `shared_tbps` are L2's to all SMs, without sharing and with every byte requested by all.
     """
     intensity, shared, own = flops / bytes_moved, tflops / shared_tbps, tflops / own_tbps
     bound = l2_bound(intensity, tflops, own_tbps, shared_tbps)

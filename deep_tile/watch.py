@@ -1,8 +1,7 @@
 """Debug builds for hangs: kernels that record what each warp waits for.
 
-Called by plan.py where DEEP_TILE_BOUNDED_WAITS is set, and by whoever wants to know why a launch failed (`report`). The
-device half is include/deep_tile/watch.cuh. Records are in pinned host memory, at the same address for host and GPU and
-readable after a failed launch has ended the context.
+The device half is include/deep_tile/watch.cuh. Records are in pinned host memory, at the same address for host and GPU
+and readable after a failed launch has ended the context.
 
 Invariant: records are read only by the numbers of kernels that this process built.
 """
@@ -47,7 +46,6 @@ _lock = threading.Lock()
 
 
 def is_wanted() -> bool:
-    """Whether to build debug kernels."""
     return settings.bounded_waits_ns() is not None
 
 

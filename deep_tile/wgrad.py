@@ -1,8 +1,7 @@
 """K-grouped GEMMs: weight gradients for all experts in one launch.
 
-Called by users. Group bounds are read on the device, so nothing waits for the host and one CUDA graph serves every
-distribution. `dense.fp8_wgrad` is the gradient for one weight. Invariant: invalid offsets never cause out-of-bounds
-access.
+Group bounds are read on the device, so nothing waits for the host and one CUDA graph serves every distribution.
+`dense.fp8_wgrad` is the gradient for one weight. Invariant: invalid offsets never cause out-of-bounds access.
 """
 
 from typing import NamedTuple
@@ -13,7 +12,6 @@ from deep_tile import checks, dense, finishes, grouped, launches, ops, params, p
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
 from deep_tile.kinds import Kind
 from deep_tile.operation import Given
-from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import fp8_grouped_wgrad_reference
 
@@ -76,8 +74,6 @@ def fp8_grouped_wgrad(
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.
     """
     options = (accumulate, alignment, expected_tokens, config, num_sms, pdl)
-    if is_traced():
-        return FP8_GROUPED_WGRAD.trace((dy, dy_scale, x, x_scale, offs, out), options)
     return FP8_GROUPED_WGRAD.run((dy, dy_scale, x, x_scale, offs, out), options)
 
 
@@ -170,7 +166,7 @@ class GroupedWgrad(dense.Product):
         return GemmProblem(
             *(n, k, s),
             num_sms=options.num_sms,
-            tma_store=grouped.tma_can_store(out),
+            tma_store=checks.tma_can_store(out),
             kind="fp8_1x128",
             output=finishes.OUTPUT_NAMES[out.dtype],
             groups=Groups("k_offs", groups, expected),
@@ -189,7 +185,7 @@ class GroupedWgrad(dense.Product):
             *(out_stride, dy_scale.stride(), x_scale.stride()),
             a_scale_aligned=tensors.is_aligned(dy_scale),
             b_scale_aligned=tensors.is_aligned(x_scale),
-            groups=plan.GroupLayout(alignment=alignment, out_rows=out_rows),
+            groups=plan.GroupLayout(alignment=alignment, out_group_rows=out_rows),
         )
 
 

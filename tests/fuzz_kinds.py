@@ -505,7 +505,7 @@ def faults_of(out: torch.Tensor, sample: Sample, drawn: Draw) -> dict[str, torch
     faults = {"values": are_off(out, sample.exact, sample.accumulation).sum()}
     m, n, k, *_ = drawn.problem
     if min(m, n) >= 16 and k >= 64 and out.numel() >= MANY:
-        bar = whole_bar(out.dtype, sample.relative_error)
+        bar = whole_bar(out.dtype, sample.exact, sample.relative_error)
         faults["accuracy"] = (~(whole_error(out, sample.exact) <= bar)).long()
     return faults
 

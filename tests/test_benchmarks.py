@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first.
@@ -25,8 +24,8 @@ from benchmarks import (  # noqa: E402
     bench_train,
     bench_unseen,
     calibrate,
+    energy,
     measured,
-    predict,
     report,
     report_train,
     same_code,
@@ -58,7 +57,6 @@ from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error  # noqa: E402
 from deep_tile.select import cost  # noqa: E402
 from deep_tile.select.choose import choose, choose_bucket  # noqa: E402
 from deep_tile.select.defaults import default_configs  # noqa: E402
-from deep_tile.tools import energy  # noqa: E402
 
 pytestmark = pytest.mark.about(
     "benchmarks/*.py", "tests/default_kernels.py", "deep_tile/tools/*", "deep_tile/codegen.py"
@@ -259,19 +257,18 @@ def test_published_means_are_those_of_the_design():
     assert list(means["cuBLASLt tensor-wise, fast"].values()) == pytest.approx([1.10, 1.10, 1.07], abs=0.006)
     assert list(means[report.ESTIMATE].values()) == pytest.approx([1.24, 1.31, 1.19], abs=0.006)
     assert list(means[report.DEEP_GEMM].values()) == pytest.approx([1, 1, 1])
-
-
-def test_published_deep_gemm_is_left_out_on_other_gpus():
     assert report.DEEP_GEMM not in report.all_means(made_up_run(gpu="NVIDIA H100"))
 
 
-def test_comparison_corrects_for_the_card():
+def test_comparison_corrects_for_the_card(tmp_path, capsys):
     old, new = made_up_run(), made_up_run(scale=0.8)
     for row in new["shapes"]:
         row["results"][report.COMMON]["us"] *= 0.9
-    console = Console(record=True, width=120)
-    report.print_comparison(old, new, console)
-    printed = console.export_text()
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, run in zip(paths, (old, new), strict=True):
+        store.save(path, run)
+    assert bench_gemm.main(["--compare", *map(str, paths)]) == 0
+    printed = capsys.readouterr().out
     assert "4096x4096x7168" in printed
     assert "0.800" in printed and "0.889" in printed
 
@@ -287,21 +284,6 @@ def test_what_holds_no_results_is_refused(tmp_path, capsys, option, text):
     assert "cannot be read" in (said := capsys.readouterr().err) or "holds no results" in said
 
 
-def test_compare_mode_reads_files(tmp_path, capsys):
-    store.save(tmp_path / "old.json", made_up_run())
-    store.save(tmp_path / "new.json", made_up_run(scale=0.5))
-    assert bench_gemm.main(["--compare", str(tmp_path / "old.json"), str(tmp_path / "new.json")]) == 0
-    assert "0.500" in capsys.readouterr().out
-
-
-def test_saved_runs_hold_one_shape_per_line(tmp_path):
-    path = tmp_path / "run.json"
-    store.save(path, made_up_run())
-    assert store.load(path) == made_up_run()
-    assert sum(line.lstrip().startswith('{"m"') for line in path.read_text().splitlines()) == 84
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_saved_files_have_a_line_per_entry(tmp_path):
     path = tmp_path / "any.json"
     store.save(path, {"gpu": "none", "us": {"1x2x3": {"a": 10.123456789, "b": 2}}, "casts": [{"us": 1.5}, 7], "no": []})
@@ -309,6 +291,7 @@ def test_saved_files_have_a_line_per_entry(tmp_path):
         '{\n "gpu": "none",\n "us": {\n  "1x2x3": {"a": 10.1235, "b": 2}\n },\n'
         ' "casts": [\n  {"us": 1.5},\n  7\n ],\n "no": []\n}\n'
     )
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("path", sorted(store.FOLDER.glob("*.json")), ids=lambda path: path.name)
@@ -478,15 +461,6 @@ def test_narrow_tiles_are_searched_where_wide_ones_leave_sms_idle():
     narrow = GemmConfig(64, 128, 8, split_k=2)
     assert all(search.plausible(narrow, shape) for shape in NARROW_N)
     assert not search.plausible(narrow, Shape(4096, 4096, 7168))
-
-
-def test_contenders_of_a_bucket_tie_for_the_fastest_at_one_of_its_m():
-    searched = {
-        Shape(1, 4096, 512): {"a": 10.0, "b": 10.2, "c": 12.0},
-        Shape(8, 4096, 512): {"a": 10.0, "b": 11.0, "c": 10.1},
-        Shape(16, 4096, 512): {"a": 10.0, "b": 11.0, "c": 12.0},
-    }
-    assert list(predict.contenders(searched).values()) == [{"a", "b", "c"}, {"a"}]
 
 
 def test_chains_are_of_the_same_contenders_for_all_shapes_of_a_bucket(tmp_path, monkeypatch):

@@ -650,11 +650,14 @@ def test_experts_have_vllms_signatures(experts, name):
     ],
     ids=str,
 )
-def test_experts_are_chosen_where_they_fit(vllm, changed, chosen):
+def test_experts_are_chosen_where_they_fit(vllm, caplog, changed, chosen):
+    plugin._say_once.cache_clear()
+    caplog.set_level(logging.INFO)
     plugin.register()
     select = vllm.selects()[1]
     backend, found = select(config=moe_config(**changed), weight_key="128x128", activation_key="1x128")
     assert found == "its own" if chosen is None else found.__name__ == chosen
+    assert (f"Using {chosen}" in caplog.messages) is (chosen is not None)
     wanted = {None: "DEEPGEMM", "DeepTileExperts": "TRITON", "DeepTileBatchedExperts": "BATCHED_TRITON"}[chosen]
     assert backend is Fp8MoeBackend[wanted]
 

@@ -286,20 +286,6 @@ def test_listed_rows_that_are_dead(device):
     assert_dead(targets, slice(31, None))
 
 
-@DEVICES
-def test_a_step_between_two_products(device):
-    """Tokens are sorted by expert and cast; the result of a GEMM is gated and cast."""
-    tokens, experts, top_k = 11, 4, 2
-    x = torch.randn(tokens, 256, device=device).bfloat16()
-    chosen = torch.rand(tokens, experts, device=device).topk(top_k).indices.flatten()
-    order = chosen.argsort(stable=True)
-    offs = torch.bincount(chosen, minlength=experts).cumsum(0).int()
-    a, a_scale = per_token_cast_to_fp8(x, rows=order // top_k, offs=offs)
-    assert torch.equal(dequantize(a, a_scale), dequantize(*per_token_cast_to_fp8(x[order // top_k])))
-    gate_up = dequantize(a, a_scale).bfloat16()
-    assert_silu_mul_cast(gate_up, *silu_mul_cast_to_fp8(gate_up, offs=offs))
-
-
 # ---- combine
 
 

@@ -243,6 +243,30 @@ def test_questions_about_calls_are_refused_by_name(call, name, value, error):
         getattr(deep_tile, call)(*ASKED[call], **{name: value})
 
 
+LAYERS = {
+    "Linear": (nn.Linear, (16, 32)),
+    "PackedLinear": (nn.PackedLinear, (64, 48)),
+    "PackedExperts": (nn.PackedExperts, (2, 64, 96)),
+}
+
+
+@pytest.mark.parametrize("make, sizes", LAYERS.values(), ids=[*LAYERS])
+def test_layers_have_sizes(make, sizes):
+    layer = make(*map(np.uint8, sizes))
+    assert [x.shape for x in layer.state_dict().values()] == [x.shape for x in make(*sizes).state_dict().values()]
+    for place in range(len(sizes)):
+        for wrong, error in ((None, TypeError), ("64", TypeError), (-16, ValueError), (2**70, ValueError)):
+            with pytest.raises(error, match=r"^\w+ is .*; pass"):
+                make(*sizes[:place], wrong, *sizes[place + 1 :])
+
+
+def test_rows_of_many_experts_fit():
+    """2 * 255 + 8 rows of 2 experts: more than the number of experts' type holds."""
+    chosen = torch.zeros(4, 2, dtype=torch.int64)
+    made, wanted = (deep_tile.sort_by_expert(chosen, number(2), alignment=128) for number in (np.uint8, int))
+    assert all(map(torch.equal, made, wanted))
+
+
 def test_sizes_may_be_numpys():
     assert deep_tile.precompile_logits(np.uint8(64), np.int64(128), queries=np.int8(1)) == 1
     assert train.predict(np.int64(64), 64, 64) == train.predict(64, 64, 64)

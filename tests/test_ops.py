@@ -4,25 +4,29 @@ import io
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache, partial
 
 import pytest
 import torch
+from bad_calls import WRONG_CASTS, WRONG_OPTIONS, WRONG_ROWS, WRONG_TENSORS, BadCall, Good
 from helpers import make_operands
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import deep_tile
 from deep_tile import (
     GemmConfig,
-    combine,
     dequantize,
+    discovery,
     fp8_gemm,
     is_available,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
     prepare,
-    silu_mul_cast_to_fp8,
     supports,
     train,
 )
@@ -285,131 +289,71 @@ def test_fake_casts_are_like_real_ones(shape, layout):
             assert not wanted.numel() or all(size == 1 or got == right for size, got, right in strides)
 
 
-# fmt: off
-WRONG_PRODUCTS = {
-    "a is float32": lambda x: {"a": x["a"].float()},
-    "a is float32, for an out to be allocated": lambda x: {"a": x["a"].float(), "out": None},
-    "b is e5m2": lambda x: {"b": x["b"].view(torch.float8_e5m2)},
-    "a_scale is float64": lambda x: {"a_scale": x["a_scale"].double()},
-    "out is float64": lambda x: {"out": x["out"].double()},
-    "out is not of out_dtype": lambda x: {"out": x["out"].float(), "out_dtype": torch.float16},
-    "a has a batch": lambda x: {"a": x["a"][None]},
-    "b is a vector": lambda x: {"b": x["b"][0]},
-    "b has another k": lambda x: {"b": x["b"][:, :256]},
-    "a_scale lacks a column": lambda x: {"a_scale": x["a_scale"][:, :2]},
-    "a_scale is transposed": lambda x: {"a_scale": x["a_scale"].t()},
-    "b_scale is flat": lambda x: {"b_scale": x["b_scale"].flatten()},
-    "out is too narrow": lambda x: {"out": x["out"][:, :-1]},
-    "out_dtype is float64": lambda x: {"out_dtype": torch.float64},
-}
-WRONG_CASTS = {
-    "x is an integer": lambda x: {"x": x["x"].int()},
-    "x is a number": lambda x: {"x": x["x"][0, 0]},
-    "amax_floor is negative": lambda x: {"amax_floor": -1.0},
-    "amax_floor is NaN": lambda x: {"amax_floor": float("nan")},
-    "round_scale is unknown": lambda x: {"round_scale": "up"},
-    "exact is unknown": lambda x: {"exact": "yes"},
-    "out is float32": lambda x: {"out": x["out"].float()},
-    "out lacks a row": lambda x: {"out": x["out"][1:]},
-    "out is flat": lambda x: {"out": x["out"].flatten()},
-    "scale_out is too narrow": lambda x: {"scale_out": x["scale_out"][:, :2]},
-}
-# fmt: on
+TYPES = {"Tensor": torch.Tensor, "ScalarType": torch.dtype} | {kind.__name__: kind for kind in (bool, int, float, str)}
+"""Types of values that schemas take as they are: they refuse or convert others."""
 
 
-def check_refused_alike(function, op, given: dict, change) -> None:
-    """The function, its op, the op's fake and torch.compile refuse alike."""
-    wrong = given | change(given)
-    with pytest.raises((TypeError, ValueError)) as raised:
-        function(**wrong)
-    text = str(raised.value)
-    overload = op.default if wrong.get("out") is None else op.out
-    wrong = {name: x for name, x in wrong.items() if x is not None}
-    with pytest.raises(raised.type, match=re.escape(text)):
-        overload(**wrong)
-    with FakeTensorMode() as mode:
-        faked = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in wrong.items()}
-        with pytest.raises(raised.type, match=re.escape(text)):
-            overload(**faked)
-    with pytest.raises(Exception, match=re.escape(text)):
-        compiled(function)[0](**wrong)
+def overload_of(call: str, given: dict) -> OpOverload | None:
+    """The overload of an op that takes these arguments as they are, if there is one."""
+    by_rows = call == "per_token_cast_to_fp8" and {"rows", "offs", "counts"} & {*given}
+    op = getattr(OPS, "per_token_cast_rows_to_fp8" if by_rows else call)
+    for overload in map(partial(getattr, op), op.overloads()):
+        types = {
+            each.name: TYPES.get(re.sub(r"Optional|\W", "", str(each.real_type))) for each in overload._schema.arguments
+        }
+        needed = {each.name for each in overload._schema.arguments if not each.has_default_value()}
+        if needed <= {*given} and all(type(x) is types.get(name) for name, x in given.items()):
+            return overload
+    return None
 
 
-@pytest.mark.parametrize("change", WRONG_PRODUCTS.values(), ids=WRONG_PRODUCTS)
-def test_wrong_products_are_refused_alike(change):
-    given = dict(zip(("a", "a_scale", "b", "b_scale"), operands(5), strict=True))
-    check_refused_alike(fp8_gemm, OPS.fp8_gemm, given | {"out": torch.zeros(5, N, dtype=torch.bfloat16)}, change)
-
-
-@pytest.mark.parametrize("change", WRONG_CASTS.values(), ids=WRONG_CASTS)
-def test_wrong_casts_are_refused_alike(change):
-    given = {"x": torch.randn(5, K), "out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros(5, 3)}
-    check_refused_alike(per_token_cast_to_fp8, OPS.per_token_cast_to_fp8, given, change)
-
-
-# fmt: off
-WRONG_LISTS = {
-    "rows is float32": lambda x: {"rows": torch.zeros(5)},
-    "rows is a matrix": lambda x: {"rows": torch.zeros(5, 1, dtype=torch.int32)},
-    "offs is int64": lambda x: {"offs": torch.zeros(2, dtype=torch.int64)},
-    "offs is empty": lambda x: {"offs": torch.zeros(0, dtype=torch.int32)},
-    "offs and counts": lambda x: {"offs": x["offs"], "counts": x["offs"]},
-    "counts of a matrix": lambda x: {"offs": None, "counts": x["offs"]},
-    "x has three dimensions": lambda x: {"x": x["x"][None]},
-    "out has the rows of x": lambda x: {"out": torch.zeros(5, K).to(FP8)},
-}
-WRONG_GATES = {
-    "gate_up is float32": lambda x: {"gate_up": x["gate_up"].float()},
-    "gate_up is odd": lambda x: {"gate_up": x["gate_up"][:, 1:]},
-    "offs is int64": lambda x: {"offs": torch.zeros(2, dtype=torch.int64)},
-    "too few counts": lambda x: {"gate_up": x["gate_up"].view(5, 1, 2 * K), "counts": torch.zeros(4).int()},
-    "limit is 0": lambda x: {"limit": 0.0},
-    "limit is NaN": lambda x: {"limit": float("nan")},
-    "alpha is infinite": lambda x: {"alpha": float("inf")},
-    "beta is beyond float32": lambda x: {"beta": 1e39},
-    "amax_floor is negative": lambda x: {"amax_floor": -1.0},
-    "out is as wide as gate_up": lambda x: {"out": torch.zeros(5, 2 * K).to(FP8)},
-}
-# fmt: on
-
-
-@pytest.mark.parametrize("change", WRONG_LISTS.values(), ids=WRONG_LISTS)
-def test_wrong_lists_are_refused_alike(change):
-    given = {"x": torch.randn(5, K), "rows": torch.zeros(3).long(), "offs": torch.zeros(2).int()}
-    targets = {"out": torch.zeros(3, K).to(FP8), "scale_out": torch.zeros(3, 3)}
-    check_refused_alike(per_token_cast_to_fp8, OPS.per_token_cast_rows_to_fp8, given | targets, change)
-
-
-@pytest.mark.parametrize("change", WRONG_GATES.values(), ids=WRONG_GATES)
-def test_wrong_gates_are_refused_alike(change):
-    given = {"gate_up": torch.randn(5, 2 * K).half()}
-    targets = {"out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros(5, 3)}
-    check_refused_alike(silu_mul_cast_to_fp8, OPS.silu_mul_cast_to_fp8, given | targets, change)
-
-
-WRONG_SUMS = {
-    "x is float32": lambda x: {"x": x["x"].float()},
-    "weights are float16": lambda x: {"weights": x["weights"].half()},
-    "weights are fewer": lambda x: {"weights": x["weights"][:, :1]},
-    "index is a vector": lambda x: {"index": x["index"].flatten()},
-    "index is int16": lambda x: {"index": x["index"].short()},
-    "out is narrower": lambda x: {"out": x["out"][:, :-1]},
-}
-
-
-@pytest.mark.parametrize("change", WRONG_SUMS.values(), ids=WRONG_SUMS)
-def test_wrong_sums_are_refused_alike(change):
-    given = {"x": torch.randn(9, K).bfloat16(), "weights": torch.rand(5, 2), "index": torch.randint(0, 9, (5, 2))}
-    check_refused_alike(combine, OPS.combine, given | {"out": torch.zeros(5, K).bfloat16()}, change)
-
-
-def test_an_unknown_layout_is_refused_alike():
-    check_refused_alike(
-        per_token_cast_to_fp8,
-        OPS.per_token_cast_to_fp8,
-        {"x": torch.randn(5, K)},
-        lambda given: {"scale_layout": "column"},
+def is_seen_by_fakes(bad: BadCall, right: dict) -> bool:
+    """Whether a call is wrong in a dtype, a size, a number or a name: fakes have no layouts, SMs or launches."""
+    kinds = {name: (x.dtype, x.shape, x.device) for name, x in right.items() if isinstance(x, torch.Tensor)}
+    return "not dense" not in bad.what and any(
+        isinstance(x, (str, float, torch.dtype))
+        or (isinstance(x, torch.Tensor) and kinds.get(name) != (x.dtype, x.shape, x.device))
+        for name, x in bad.change(right).items()
     )
+
+
+def wrong_arguments(bad: BadCall, right: dict) -> dict:
+    """Casts allocate their results, where these are not what is wrong."""
+    allocates = "scale_out" in right and bad.argument not in ("out", "scale_out")
+    return right | bad.change(right) | ({"out": None, "scale_out": None} if allocates else {})
+
+
+def asked_of_ops() -> Iterator[tuple[BadCall, OpOverload]]:
+    """Wrong calls, each with its op."""
+    right = cache(Good().arguments)
+    for bad in (*WRONG_TENSORS, *WRONG_OPTIONS, *WRONG_CASTS, *WRONG_ROWS):
+        if bad.call in discovery.OPS and not bad.needs and is_seen_by_fakes(bad, right(bad.call)):
+            wrong = wrong_arguments(bad, right(bad.call))
+            overload = overload_of(bad.call, {name: x for name, x in wrong.items() if x is not None})
+            if overload:
+                yield bad, overload
+
+
+@pytest.mark.about(
+    *("deep_tile/op*.py", "deep_tile/checks.py", "deep_tile/discovery.py", "deep_tile/dense.py", "deep_tile/api.py"),
+    *("deep_tile/quantize.py", "deep_tile/experts.py", "tests/bad_calls.py"),
+)
+@pytest.mark.parametrize(("bad", "overload"), [pytest.param(*each, id=each[0].name) for each in asked_of_ops()])
+def test_wrong_calls_are_refused_alike(bad, overload):
+    """The function, its op, the op's fake and torch.compile refuse alike."""
+    function, wrong = getattr(deep_tile, bad.call), wrong_arguments(bad, Good().arguments(bad.call))
+    with pytest.raises(bad.error) as raised:
+        function(**wrong)
+    text = re.escape(str(raised.value))
+    given = {name: x for name, x in wrong.items() if x is not None}
+    with FakeTensorMode() as mode:
+        faked = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        with pytest.raises(bad.error, match=text):
+            overload(**faked)
+    with pytest.raises(bad.error, match=text):
+        overload(**given)
+    with pytest.raises(Exception, match=text):
+        compiled(function)[0](**wrong)
 
 
 # ---- eager calls

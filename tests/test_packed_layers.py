@@ -117,7 +117,7 @@ def test_kernels_are_made_ready():
     [
         (lambda: nn.PackedLinear(64, 24), ValueError, "24 rows"),
         (lambda: nn.PackedLinear(64, 32, format="int8"), ValueError, "format is 'int8'"),
-        (lambda: nn.PackedLinear(64.5, 32), ValueError, "as ints"),
+        (lambda: nn.PackedLinear(64.5, 32), TypeError, "in_features is 64.5.*pass an int"),
         (lambda: nn.PackedLinear.from_codes(*drawn("mxfp4", (2, 16, 64))[0]), ValueError, "2 matrices"),
         (
             lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (3, 64, 32))[0]),

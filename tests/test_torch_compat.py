@@ -52,7 +52,7 @@ def swapped(operands) -> dict:
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_values(m, n, k, device):
-    operands = make_operands(m, n, k, device=device, a_scale="column")
+    operands = make_operands(m, n, k, device=device, a_scale="column", b_padding=32)
     out = torch_compat.scaled_mm(**arguments(operands))
     assert out.is_contiguous()
     assert_accurate(out, exact_product(operands))
@@ -125,15 +125,17 @@ def test_results_in_fp8_are_saturated(how, dtype, device):
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 32), (5, 0, 32), (5, 7, 0)])
-def test_nothing_is_scaled_by_infinity(shape):
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_scaled_by_infinity(shape, device):
     m, n, k = shape
-    infinite = torch.tensor(float("-inf"))
-    mat_a, mat_b = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3).t()
-    out = torch_compat.scaled_mm(mat_a, mat_b, infinite, TENSOR, infinite, TENSOR)
-    assert out.shape == (m, n) and not out.any()
-    assert torch.equal(
-        scaled_gemm(mat_a, infinite, mat_b.t(), infinite, bias=torch.ones(n)), torch.ones(m, n).bfloat16() * (k == 0)
-    )
+    infinite = torch.tensor(float("-inf"), device=device)
+    mat_a, mat_b = (torch.zeros(rows, k, device=device).to(E4M3) for rows in (m, n))
+    for call in (torch_compat.scaled_mm, torch.compile(torch_compat.scaled_mm, backend="aot_eager")):
+        assert torch.equal(
+            call(mat_a, mat_b.t(), infinite, TENSOR, infinite, TENSOR), torch.zeros(m, n, device=device).bfloat16()
+        )
+    with_bias = scaled_gemm(mat_a, infinite, mat_b, infinite, bias=torch.ones(n, device=device))
+    assert torch.equal(with_bias, torch.ones(m, n, device=device).bfloat16() * (k == 0))
 
 
 @pytest.mark.gpu
@@ -208,6 +210,9 @@ def test_compiles(dynamic):
     of_others = [of_recipe(recipe, make_product(FAMILY[recipe], 5, 130, 256)) for recipe in (TENSOR, ROWS, TOKENS)]
     for given in of_blocks + of_others:
         assert torch.equal(compiled(**given), torch_compat.scaled_mm(**given))
+    given = of_groups(make_case("fp8", [3, 0, 30], 200, 256, spare=0))
+    compiled = torch.compile(torch_compat.scaled_grouped_mm, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert torch.equal(compiled(**given), torch_compat.scaled_grouped_mm(**given))
 
 
 # ---- groups
@@ -242,12 +247,6 @@ def test_groups(device, capacity):
     ):
         again = torch_compat.scaled_grouped_mm(**given | change)
         assert torch.equal(again.view(-1, 200)[alive], out.view(-1, 200)[alive])
-
-
-def test_groups_compile():
-    given = of_groups(make_case("fp8", [3, 0, 30], 200, 256, spare=0))
-    compiled = torch.compile(torch_compat.scaled_grouped_mm, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(**given), torch_compat.scaled_grouped_mm(**given))
 
 
 @pytest.mark.parametrize("capacity", [None, 40])

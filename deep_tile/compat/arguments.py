@@ -1,6 +1,6 @@
 """DeepGEMM's argument conventions: pairs, recipes, group lengths, accumulation; and their checks.
 
-Called by deep_gemm.py beside it. Launches nothing except the copy of an accumulation operand.
+Launches nothing except the copy of an accumulation operand.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """DeepGEMM's functions for FP8 and BF16 GEMMs on Hopper, dense and grouped, on our kernels.
 
-Called by engines after `install()`, or imported by name. Functions without a deep_tile kernel, such as mega MoE, come
-from the real DeepGEMM (original.py) or raise an AttributeError: most engines take a missing name as "not available".
-Invariant: names, arguments and meaning follow DeepGEMM 2.6.1 to 2.8.1 on SM90; wrong calls raise before any launch.
+Functions without a deep_tile kernel, such as mega MoE, come from the real DeepGEMM (original.py) or raise an
+AttributeError: most engines take a missing name as "not available". Invariant: names, arguments and meaning follow
+DeepGEMM 2.6.1 to 2.8.1 on SM90; wrong calls raise before any launch.
 """
 
 import importlib.util

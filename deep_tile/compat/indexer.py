@@ -1,7 +1,6 @@
 """DeepGEMM's names for an indexer's logits on Hopper, on our kernels; deep_gemm.py hands them on.
 
-Called by engines that serve DeepSeek-V3.2, V4 and GLM-5. `fp8_fp4_*` are the newer names; their queries are pairs, on
-Hopper (q, None).
+`fp8_fp4_*` are the newer names; their queries are pairs, on Hopper (q, None).
 """
 
 import torch

@@ -1,6 +1,6 @@
 """DeepGEMM's group layouts as bounds for deep_tile's grouped GEMMs.
 
-Called by deep_gemm.py, deep_ep.py and engine integrations. Nothing waits for the device.
+Nothing waits for the device.
 """
 
 from itertools import accumulate

@@ -1,7 +1,6 @@
 """The original DeepGEMM, which serves names that deep_tile lacks.
 
-Called by deep_gemm.py beside it. It is the installed `deep_gemm`, else the one inside vLLM, and is imported at the
-first such name.
+It is the installed `deep_gemm`, else the one inside vLLM, and is imported at the first such name.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""DeepGEMM names without a deep_tile function, and why. Called by deep_gemm.py beside it."""
+"""DeepGEMM names without a deep_tile function, and why."""
 
 _OF_BLACKWELL = "a kernel of Blackwell's alone, which DeepGEMM has not on Hopper either"
 _OF_RANKS = "it joins GPUs in one kernel: use fp8_grouped_gemm behind DeepEP's dispatch (deep_tile.compat.deep_ep)"

@@ -1,7 +1,4 @@
-"""DeepGEMM's scale layouts, FP8 casts and small helpers, by its names.
-
-Called by engines through deep_gemm.py beside it.
-"""
+"""DeepGEMM's scale layouts, FP8 casts and small helpers, by its names."""
 
 import torch
 

@@ -1,7 +1,6 @@
 """Engines that load deep_tile as a plugin: their variable, releases, and state on this machine.
 
-Called by vllm.py and sglang.py beside it, and by `deep-tile doctor`. Imports no engine.
-Invariant: `enter` never raises: an exception in a plugin would end the engine's process.
+Imports no engine. Invariant: `enter` never raises: an exception in a plugin would end the engine's process.
 """
 
 import logging

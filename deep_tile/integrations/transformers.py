@@ -1,8 +1,8 @@
 """transformers' FP8 linears and experts through deep_tile: `install()`, and `uninstall()` to undo it.
 
-Called by users. transformers has no registry for linears: its modules look up one global function at every call, and
-that function is replaced. For experts it has one, functions by name; its default ones are replaced.
-Invariant: calls that deep_tile cannot compute as intended go to the previous function.
+transformers has no registry for linears: its modules look up one global function at every call, and that function is
+replaced. For experts it has one, functions by name; its default ones are replaced. Invariant: calls that deep_tile
+cannot compute as intended go to the previous function.
 """
 
 import inspect

@@ -1,7 +1,6 @@
 """`rebase`: converts FP8 and FP4 layers in transformers models from any checkpoint blocks to 128x128 blocks.
 
-Called by users, after a model is loaded. Invariant: a layer changes as a whole, including its block size, so
-transformers' own code also computes it correctly.
+Invariant: a layer changes as a whole, including its block size, so transformers' own code also computes it correctly.
 """
 
 from collections.abc import Iterator

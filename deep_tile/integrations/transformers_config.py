@@ -1,6 +1,6 @@
 """transformers configs for models with FP8 linears, so that a saved model loads unchanged.
 
-Called by nn.py. When transformers loads such a checkpoint, all linears and experts become FP8 layers except those in
+When transformers loads such a checkpoint, all linears and experts become FP8 layers except those in
 `modules_to_not_convert`, matched by prefix or suffix. Invariant: either exactly the replaced layers load as FP8, or no
 config is written.
 """

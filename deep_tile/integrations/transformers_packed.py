@@ -1,7 +1,4 @@
-"""FP4 experts of transformers models, multiplied in 4 bits: `pack`.
-
-Called by users, after a model is loaded; `transformers_blocks.rebase` instead makes FP8 of them, of twice the bytes.
-"""
+"""FP4 experts of transformers models, multiplied in 4 bits: `pack`."""
 
 import torch
 

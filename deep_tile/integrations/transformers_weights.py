@@ -1,7 +1,4 @@
-"""Which FP8 weights in client layers deep_tile can multiply, and in which form.
-
-Called by transformers.py, transformers_experts.py, sglang_hooks.py and sglang_indexer.py beside it.
-"""
+"""Which FP8 weights in client layers deep_tile can multiply, and in which form."""
 
 import functools
 

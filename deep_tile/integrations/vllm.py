@@ -73,6 +73,7 @@ def _hook() -> None:
             form = activation_format(config)
             for name, experts in EXPERTS.items():
                 if experts.is_supported_config(experts, config, weight_key, activation_key, form)[0]:
+                    _say_once(experts.__name__)
                     return backends[name], experts
         return original(config, weight_key, activation_key, *arguments, **options)
 
@@ -80,6 +81,11 @@ def _hook() -> None:
     _originals["select_fp8_moe_backend"] = original
     _put(original, select_fp8_moe_backend)
     _hook_mxfp4()
+
+
+@functools.cache
+def _say_once(experts: str) -> None:
+    engines.logger(engines.VLLM).info("Using %s", experts)
 
 
 def _hook_mxfp4() -> None:

@@ -1,7 +1,7 @@
 """vLLM's experts in FP8 with block scales through deep_tile: the classes that vllm.py beside it has chosen first.
 
-Called by vLLM. Two grouped GEMMs with one activation-and-cast kernel between them; rows without an expert are neither
-read nor written, and nothing waits for the host.
+Two grouped GEMMs with one activation-and-cast kernel between them; rows without an expert are neither read nor written,
+and nothing waits for the host.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """vLLM's linear layers in FP8 with block scales through deep_tile: the class that vllm.py beside it puts in front.
 
-Called by vLLM. Activations come in BF16 and are cast by the call that multiplies; weights and scales are used as
-stored.
+Activations come in BF16 and are cast by the call that multiplies; weights and scales are used as stored.
 """
 
 import os

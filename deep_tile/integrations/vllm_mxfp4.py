@@ -1,9 +1,9 @@
 """vLLM's experts of MXFP4 through deep_tile, as gpt-oss and DeepSeek-V4 have them: `hook` has them chosen first and
 their weights packed.
 
-Called by vllm.py beside it. vLLM's two methods for such weights choose a backend, convert weights for it, and make its
-experts; their functions for the first two are wrapped where these methods find them. Invariant: other methods that use
-these functions (Quark's, INC's) and backends asked for by name are left alone.
+vLLM's two methods for such weights choose a backend, convert weights for it, and make its experts; their functions for
+the first two are wrapped where these methods find them. Invariant: other methods that use these functions (Quark's,
+INC's) and backends asked for by name are left alone.
 """
 
 import functools

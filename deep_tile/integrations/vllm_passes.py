@@ -1,8 +1,7 @@
 """What deep_tile makes of the graphs that vLLM compiles: a gate that stands before a linear layer joins its cast.
 
-Called by vLLM, as the pass that its configuration has a place for; vllm_linear.py beside it puts it there. The pattern
-is traced from vLLM's own gate and the op of `fp8_linear`, so it is found in whatever model has the one before the
-other; layers that are not compiled, and gates of other kinds, stay as they are.
+The pattern is traced from vLLM's own gate and the op of `fp8_linear`, so it is found in whatever model has the one
+before the other; layers that are not compiled, and gates of other kinds, stay as they are.
 """
 
 import inspect

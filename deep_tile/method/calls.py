@@ -1,7 +1,7 @@
 """`explain`: which kernel a call gets, how long it takes, how far that is from the limit, and why.
 
-Called by the command line and users. A product of no more than sizes and dtype is derived without torch, all else from
-an operation's description (described.py).
+A product of no more than sizes and dtype is derived without torch, all else from an operation's description
+(described.py).
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ _DTYPES = {name: getattr(torch, dtype) for dtype, name in USUAL.items()}
 
 
 def operation_of(call: str) -> Operation:
-    """The public operation of this name."""
     known = [name for name in OPS if name not in PRIVATE]
     if not isinstance(call, str) or call not in known:
         raise ValueError(f"call is {call!r}; pass one of {', '.join(known)}")
@@ -41,7 +40,7 @@ def is_explained(operation: Operation) -> bool:
 def derivation(
     sizes: dict[str, int], gpu: Hardware, num_sms: int | None, *, call: str | None = None, **made
 ) -> Derivation | Answer:
-    """The facts behind `explain`; `made` are its other keywords, if they are given."""
+    """`calls.derivation`, for keywords that are given."""
     num_sms = gpu.num_sms if num_sms is None else num_sms
     check_sizes(**sizes, num_sms=num_sms)
     sizes, num_sms = {name: int(size) for name, size in sizes.items()}, int(num_sms)  # NumPy's would overflow

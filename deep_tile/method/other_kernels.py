@@ -1,14 +1,10 @@
 """The roofline's walls for attention and convolution.
 
-Called by users through `deep_tile.method.roofline`, and by docs/method.md. Pure functions on sizes and a `Hardware`: no
-GPU, no torch. Invariant: a derivation returns its first candidate, which fits registers and shared memory, or raises
-ValueError with the wall that is hit and by how much.
-
-    derive_attention(head_dim, dtype="bf16", hardware=H200, ...) -> Attention
-    derive_convolution(batch, height, width, channels, filters, kernel_size, ...) -> Convolution
-    attention_candidates(...), convolution_candidates(...): every tile that these choose from
+Pure functions on sizes and a `Hardware`: no GPU, no torch. Invariant: a derivation returns its first candidate, which
+fits registers and shared memory, or raises ValueError with the wall that is hit and by how much.
 """
 
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -44,7 +40,8 @@ TILE_WIDTH = 16
 """Most output pixels per row in a convolution tile."""
 
 
-class Attention(NamedTuple):
+@dataclass(frozen=True)
+class Attention:
     """A fused attention tile: one query block against a stream of key and value blocks.
 
     Attributes:
@@ -78,7 +75,8 @@ class Attention(NamedTuple):
     bound: str
 
 
-class Convolution(NamedTuple):
+@dataclass(frozen=True)
+class Convolution:
     """A convolution tile as an implicit GEMM: m = batch x output pixels, n = filters, k = window x channels.
 
     Attributes:
@@ -146,7 +144,6 @@ def derive_attention(
     Args:
         head_dim: elements per head, a multiple of 16.
         dtype: Q's, K's and V's.
-        hardware: the GPU.
         block_q: query rows, a multiple of 64; by default whichever of 64, 128 and 192 allows the largest score block,
             since every block costs a softmax's reductions and barriers.
 
@@ -167,13 +164,8 @@ def derive_attention(
 def attention_candidates(
     head_dim: int, dtype: str = "bf16", hardware: Hardware = H200, *, block_q: int | None = None
 ) -> list[Attention]:
-    """Candidates for `derive_attention`, with its arguments: first tiles that pass the register and capacity walls,
-    largest score block first, then tiles that hit one.
-
-    Raises:
-        ValueError: head_dim is not a positive multiple of 16, block_q not a multiple of 64, or the dtype has no tensor
-            rate.
-    """
+    """Candidates for `derive_attention`: first tiles that pass the register and capacity walls, largest score block
+    first, then tiles that hit one, which are no error here."""
     if head_dim <= 0 or head_dim % 16:
         raise ValueError(f"head_dim is {head_dim}; WGMMA needs a positive multiple of 16")
     if block_q is not None and (block_q <= 0 or block_q % MMA_M):
@@ -233,10 +225,8 @@ def derive_convolution(
     Args:
         batch, height, width, channels: the input's, channels innermost; padded so that stride 1 keeps its size.
         filters: output channels.
-        kernel_size: the window's rows and columns.
-        stride: the window's.
+        kernel_size, stride: the window's rows and columns, and its steps.
         dtype: input's and filters'.
-        hardware: the GPU.
 
     Raises:
         ValueError: a size is not positive, or every tile hits a wall: which one the smallest hits, by how much.
@@ -262,12 +252,8 @@ def convolution_candidates(
     dtype: str = "bf16",
     hardware: Hardware = H200,
 ) -> list[Convolution]:
-    """Candidates for `derive_convolution`, with its arguments: first tiles that pass the register and capacity walls,
-    by estimated time, then by FLOP per L2 byte; then tiles that hit one.
-
-    Raises:
-        ValueError: a size is not positive, or the dtype has no tensor rate.
-    """
+    """Candidates for `derive_convolution`: first tiles that pass the register and capacity walls, by estimated time,
+    then by FLOP per L2 byte; then tiles that hit one, which are no error here."""
     sizes = {"batch": batch, "height": height, "width": width, "channels": channels, "filters": filters}
     check_positive(**sizes, kernel_size=kernel_size, stride=stride)
     hardware.peak(dtype)
@@ -292,11 +278,10 @@ class _Layer(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Window positions."""
         return self.kernel_size**2
 
     def elements(self) -> int:
-        """Elements of input, filters and output, each once."""
+        """Of input, filters and output."""
         out_height, out_width = self.output_size
         pixels = self.height * self.width * self.channels + out_height * out_width * self.filters
         return self.batch * pixels + self.window * self.channels * self.filters

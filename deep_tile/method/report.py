@@ -1,7 +1,7 @@
 """`explain` for products: from m, n, k to a kernel, step by step, as data, as text for a terminal, or as a picture.
 
-Called by calls.py; groups.py and predicted.py share its tables. It computes nothing: it shows roofline.py's derivation,
-which is the selector's. No GPU, no torch; matplotlib only for the picture.
+It computes nothing: it shows roofline.py's derivation, which is the selector's. No GPU, no torch; matplotlib only for
+the picture.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ def as_data(derived: Derivation) -> Explanation:
 
 
 def hardware_data(gpu: Hardware) -> dict[str, object]:
-    """Its name, and every number with its source."""
     described = gpus.describe(gpu)
     return {"name": gpu.name, **{name: {"value": value, "source": source} for name, value, source in described}}
 
@@ -125,7 +124,7 @@ def _candidate_data(derived: Derivation, candidate: Candidate) -> Row:
 
 
 def components(derived: Derivation) -> list[tuple[str, float]]:
-    """The components (what, us) that add up to the choice's predicted time."""
+    """(what, us), which add up to the choice's predicted time."""
     config, _, estimate = derived.choice
     parts = cost.compute_parts(config, judged(derived.bucket, derived.dtype), derived.hardware)
     launch_us = cost.launch_time(derived.hardware)
@@ -199,7 +198,6 @@ def _stored() -> dict[str, Any]:
 
 
 def show(derived: Derivation, console: Console, most: int | None) -> None:
-    """Print the derivation; `most` candidates at most, None: all."""
     problem, choice, gpu = derived.problem, derived.choice, derived.hardware
     m, n, k, num_sms, *_ = problem
     title = f"{m}x{n}x{k} in {derived.dtype} on {num_sms} SMs of {gpu.name}"
@@ -224,7 +222,6 @@ def show(derived: Derivation, console: Console, most: int | None) -> None:
 def headline(
     console: Console, title: str, kernel: str, us: float, limits: list[Limit], flops: int, said: Iterable[str] = ()
 ) -> None:
-    """Kernel, time and limit."""
     console.print(title, style="bold")
     console.print(f"Kernel:    {kernel}")
     console.print(f"Predicted: {us:.1f} us, {flops / us / 1e6:.0f} TFLOPS")
@@ -268,7 +265,6 @@ def _notes(derived: Derivation) -> Iterable[str]:
 
 
 def _wall_table(derived: Derivation) -> Table:
-    """The walls in order, with the choice's arithmetic for tile walls."""
     choice, gpu = derived.choice.tile, derived.hardware
     walls = {wall.name: wall for wall in choice.walls}
     size = f"{choice.block_m}x{choice.block_n}x{choice.block_k}"
@@ -312,7 +308,6 @@ def _hit_by(derived: Derivation, wall: str) -> str:
 
 
 def mark(wall: Wall) -> str:
-    """A wall's state in one word."""
     return "holds" if wall.holds else "bound" if wall.name.startswith("intensity") else "hit"
 
 

@@ -1,11 +1,8 @@
 """The roofline with its resources: which tiles are possible on a GPU, which are good for a problem, and why.
 
-Called by report.py (`explain`) and by users. Formulas come from walls.py, legal tiles from config.py, times and choice
-from select/; this module only explains them. Pure functions: no GPU, no torch. Invariant: `derive`'s first candidate is
-the config that `choose.choose` gives the problem.
-
-Kernels other than GEMM have similar functions: `derive_elementwise`, `derive_reduction`, `derive_attention`,
-`derive_convolution`.
+Formulas come from walls.py, legal tiles from config.py, times and choice from select/; this module only explains them.
+Pure functions: no GPU, no torch. Invariant: `derive`'s first candidate is the config that `choose.choose` gives the
+problem.
 """
 
 from math import gcd
@@ -48,11 +45,10 @@ class Tile(NamedTuple):
     """One tile before the walls, whatever the problem.
 
     Attributes:
-        block_m, block_n, block_k: elements; block_k per stage.
-        dtype: the operands'. stages: pipeline depth.
+        block_k: elements per stage.
         accumulators, temporaries: registers per math thread, for the tile and for a K block before promotion.
         stage_bytes, smem_bytes: shared memory per stage and in total.
-        stages_min, stages_max: by latency and by capacity.
+        stages_max, stages_min: by capacity and by latency.
         walls: register, capacity, latency, intensity against L2 and against shared memory, Little's law.
     """
 
@@ -65,9 +61,9 @@ class Tile(NamedTuple):
     temporaries: int
     stage_bytes: int
     smem_bytes: int
-    stages_min: int
     stages_max: int
-    walls: tuple[Wall, ...]
+    stages_min: int = 0
+    walls: tuple[Wall, ...] = ()
 
     def wall(self, name: str) -> Wall:
         return next(wall for wall in self.walls if wall.name == name)
@@ -128,7 +124,6 @@ def derive(
 
     Args:
         problem: m, n, k and the SMs to use, at most the hardware's.
-        hardware: see `hardware.for_device`.
         dtype: the operands', in place of the problem's kind.
         tuned: `tune`'s results on this machine for this SM count, `select.tuned.configs`.
 
@@ -163,7 +158,7 @@ def fitting(
     for predicted, config in ranked:
         made = within(config, hardware.smem_bytes) if dtype in EVERY_KIND else config
         try:
-            possible.append((predicted, made, _passing(_config_tile(made, dtype, hardware))))
+            possible.append((predicted, made, _passing(tile_of(made, hardware, dtype))))
         except ValueError as error:
             refused.append((config.stage_bytes, str(error)))
     if not possible:
@@ -174,7 +169,6 @@ def fitting(
 
 
 def _passing(made: Tile) -> Tile:
-    """The tile itself. Raises ValueError where it hits a wall: by how much."""
     hit = [wall.reason for wall in walls_hit(made.walls)]
     if hit:
         raise ValueError(f"tile {made.block_m}x{made.block_n}x{made.block_k} of {made.dtype}: {'; '.join(hit)}")
@@ -207,16 +201,16 @@ def tile(
     temporaries: int = 0,
     scale_bytes: int = 0,
     stages: int | None = None,
+    is_checked: bool = True,
 ) -> Tile:
     """Any tile before the walls, also one that no kernel here has.
 
     Args:
-        block_m, block_n, block_k: elements.
-        dtype: of the operands.
         math_warpgroups: that share the tile; by default one for 64 rows, else two.
         temporaries: registers per thread for sums that are scaled before they are added.
         scale_bytes: per stage.
         stages: by default as many as fit.
+        is_checked: False for a tile that may hit a wall.
 
     Raises:
         ValueError: a size is not positive, the dtype has no tensor rate, or the tile hits the register or the capacity
@@ -224,96 +218,58 @@ def tile(
     """
     check_sizes(block_m=block_m, block_n=block_n, block_k=block_k)
     hardware.peak(dtype)
-    options = {"math_warpgroups": math_warpgroups, "temporaries": temporaries, "scale_bytes": scale_bytes}
-    return _passing(_plain_tile(block_m, block_n, block_k, dtype, hardware, **options, stages=stages))
-
-
-def _plain_tile(
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    dtype: str,
-    hardware: Hardware,
-    *,
-    math_warpgroups: int | None = None,
-    temporaries: int = 0,
-    scale_bytes: int = 0,
-    stages: int | None = None,
-) -> Tile:
-    """As `tile`, with its arguments, even if it hits a wall."""
     warpgroups = math_warpgroups or (1 if block_m <= MMA_M else 2)
     stage_bytes = round(operand_bytes(block_m, block_n, block_k, operand_bytes_of(dtype))) + scale_bytes + BARRIER_BYTES
     fixed_bytes = warpgroups * STORE_BUFFERS * MMA_M * gcd(block_n, 64) * 2
     most = stages_max(stage_bytes, fixed_bytes, hardware.smem_bytes)
-    return _tile(
-        *(block_m, block_n, block_k, dtype, hardware),
+    stages = stages or max(most, 2)
+    made = Tile(
+        *(block_m, block_n, block_k, dtype, stages),
         accumulators=accumulator_registers(block_m, block_n, warpgroups),
         temporaries=temporaries,
         stage_bytes=stage_bytes,
-        smem_bytes=fixed_bytes + (stages or max(most, 2)) * stage_bytes,
-        stages=stages or max(most, 2),
-        most=most,
-        mma_n=min(block_n, 256),
-        warpgroups=warpgroups,
+        smem_bytes=fixed_bytes + stages * stage_bytes,
+        stages_max=most,
     )
+    made = _with_walls(made, hardware, min(block_n, 256), warpgroups)
+    return _passing(made) if is_checked else made
 
 
-def tile_of(config: GemmConfig, hardware: Hardware = H200) -> Tile:
-    """A kernel's tile, with the kernel's own registers and shared memory."""
-    return _config_tile(config, config.kind, hardware)
-
-
-def _config_tile(config: GemmConfig, dtype: str, hardware: Hardware) -> Tile:
+def tile_of(config: GemmConfig, hardware: Hardware = H200, dtype: str | None = None) -> Tile:
+    """A kernel's tile, with the kernel's own registers and shared memory; for a dtype without kernels, one as large."""
+    dtype = dtype or config.kind
     if dtype not in EVERY_KIND:
         return tile(config.block_m, config.block_n, config.block_k // operand_bytes_of(dtype), dtype, hardware)
     fixed_bytes = config.smem_bytes - config.stages * config.stage_bytes
-    return _tile(
-        *(config.block_m, config.block_n, config.block_k, dtype, hardware),
+    made = Tile(
+        *(config.block_m, config.block_n, config.block_k, dtype, config.stages),
         accumulators=config.accumulator_registers,
         temporaries=config.block_registers,
         stage_bytes=config.stage_bytes,
         smem_bytes=config.smem_bytes,
-        stages=config.stages,
-        most=stages_max(config.stage_bytes, fixed_bytes, hardware.smem_bytes),
-        mma_n=config.mma_n,
-        warpgroups=config.math_warpgroups,
+        stages_max=stages_max(config.stage_bytes, fixed_bytes, hardware.smem_bytes),
     )
+    return _with_walls(made, hardware, config.mma_n, config.math_warpgroups)
 
 
-def _tile(
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    dtype: str,
-    hardware: Hardware,
-    *,
-    accumulators: int,
-    temporaries: int,
-    stage_bytes: int,
-    smem_bytes: int,
-    stages: int,
-    most: int,
-    mma_n: int,
-    warpgroups: int,
-) -> Tile:
+def _with_walls(made: Tile, hardware: Hardware, mma_n: int, warpgroups: int) -> Tile:
+    block_m, block_n, block_k, dtype, stages, *_ = made
     element_bytes, tflops = operand_bytes_of(dtype), hardware.tflops(dtype)
     flops = product_flops(block_m, block_n, block_k)
     latency_us = hardware.hbm_latency_ns / 1e3
     latency = latency_wall(stages, flops, tflops / hardware.num_sms, latency_us)
     moved = operand_bytes(block_m, block_n, block_k, element_bytes)
     mma_bytes = operand_bytes(MMA_M, mma_n, block_k, element_bytes)
+    in_flight = (stages - 1) * made.stage_bytes
     walls = (
-        register_wall(accumulators, temporaries, hardware.accumulator_limit(warpgroups)),
-        capacity_wall(smem_bytes, hardware.smem_bytes),
+        register_wall(made.accumulators, made.temporaries, hardware.accumulator_limit(warpgroups)),
+        capacity_wall(made.smem_bytes, hardware.smem_bytes),
         latency,
         l2_wall(flops, moved, tflops, hardware.l2_tbps, hardware.l2_shared_tbps),
         intensity_wall("shared memory", product_flops(MMA_M, mma_n, block_k), mma_bytes, tflops, hardware.smem_tbps),
-        littles_law((stages - 1) * stage_bytes, hardware.hbm_tbps * 1e3 / hardware.num_sms, latency_us),
+        littles_law(in_flight, hardware.hbm_tbps * 1e3 / hardware.num_sms, latency_us),
     )
-    return Tile(
-        *(block_m, block_n, block_k, dtype, stages, accumulators, temporaries, stage_bytes, smem_bytes),
-        *(round(latency.limit), most, walls),
-    )
+    return made._replace(stages_min=round(latency.limit), walls=walls)
 
 
 def _rejection(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> Rejected | None:
@@ -331,8 +287,9 @@ def _smallest(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> Til
     if dtype in EVERY_KIND:
         slots = 2 if EVERY_KIND[dtype].packing else 0
         smallest = GemmConfig(block_m, block_n, 2, store_buffers=1, b_stages=slots, kind=dtype)
-        return _config_tile(smallest, dtype, hardware)
-    return _plain_tile(block_m, block_n, SCALE_BLOCK // operand_bytes_of(dtype), dtype, hardware, stages=2)
+        return tile_of(smallest, hardware, dtype)
+    block_k = SCALE_BLOCK // operand_bytes_of(dtype)
+    return tile(block_m, block_n, block_k, dtype, hardware, stages=2, is_checked=False)
 
 
 def _check(problem: GemmProblem, hardware: Hardware) -> None:

@@ -1,8 +1,7 @@
 """Which config a problem gets: candidates -> predicted time -> choice. Pure functions; no GPU, no torch, no files.
 
-Called by plan.py, which passes this machine's `tune` results (tuned.py), and by method/. All m in one bucket
-(`bucketed`) get the same choice, so the configs for all m <= max_m follow from one try per bucket, and a server that
-compiled them never compiles again.
+All m in one bucket (`bucketed`) get the same choice, so the configs for all m <= max_m follow from one try per bucket,
+and a server that compiled them never compiles again.
 """
 
 from collections.abc import Mapping
@@ -26,16 +25,12 @@ UNTUNED: Tuned = MappingProxyType({})
 
 def bucketed(problem: GemmProblem) -> GemmProblem:
     """The problem whose choice this one shares: with the largest m in its bucket, and its own row alignment, which
-    depends on m for an M-major `a`."""
-    return problem._replace(m=_bucket_end(problem.m)).with_alignment(problem.row_alignment)
-
-
-def _bucket_end(m: int) -> int:
-    """m rounded up to 8 up to 64, to 32 up to 128, and to 64 above.
+    depends on m for an M-major `a`.
 
     A common choice for 96x2112x7168 and 128x2112x7168 would cost one of them 6 % (H200, 2026-11-22).
     """
-    return round_up(m, 8 if m <= 64 else 32 if m <= 128 else 64)
+    step = 8 if problem.m <= 64 else 32 if problem.m <= 128 else 64
+    return problem._replace(m=round_up(problem.m, step)).with_alignment(problem.row_alignment)
 
 
 def _buckets(of_all: GemmProblem, max_m: int) -> list[GemmProblem]:
@@ -46,12 +41,8 @@ def _buckets(of_all: GemmProblem, max_m: int) -> list[GemmProblem]:
 def candidates(
     problem: GemmProblem, hardware: Hardware = H200, own: GemmConfig | None = None
 ) -> list[tuple[Estimate, GemmConfig]]:
-    """Every default config that the problem's K and SMs allow, and `own`: the measured best first, if known, then by
-    predicted time.
-
-    Args:
-        own: the bucket's `tuned_choice`. Ignored, like the package's measured choices, on hardware unlike the H200.
-    """
+    """Every default config that the problem's K and SMs allow, and `own`, the bucket's `tuned_choice`: the measured
+    best first, then by predicted time. Measured choices and `own` are ignored on hardware unlike the H200."""
     if hardware.name != H200.name:
         own = None
     measured = measured_choice(problem, own) if hardware.name == H200.name else None
@@ -68,12 +59,10 @@ def _runnable(problem: GemmProblem, own: GemmConfig | None = None) -> list[GemmC
 
 
 def suits(config: GemmConfig, problem: GemmProblem) -> bool:
-    """Whether a config computes this problem and takes its k."""
     return what_is_made(config) == what_is_made(problem) and config.takes_k(problem.k)
 
 
 def what_is_made(of: GemmConfig | GemmProblem) -> tuple[str, str, bool, str, str, str]:
-    """Kind, output, epilogue and layout."""
     return of.kind, of.output, of.accumulate, of.bias, of.activation, of.layout
 
 
@@ -89,8 +78,8 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
 
 
 def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
-    """The tuned config for this bucket, adapted to the problem's operand layout and store; for grouped problems, the
-    candidate with the same tile. None if there is none."""
+    """The tuned config for this bucket, if any, adapted to the problem's operand layout and store; for groups, the
+    candidate with the same tile."""
     own = tuned.get(bucket_key(problem)) if tuned else None
     if own is None:
         return None
@@ -123,7 +112,6 @@ def bucket_key(problem: GemmProblem) -> str:
 
 @lru_cache(maxsize=65_536)
 def choose_bucket(problem: GemmProblem, own: GemmConfig | None = None) -> GemmConfig:
-    """The config for a whole bucket, given as `problem`; cached."""
     return _foreseen.pop((problem, own), None) or candidates(problem, own=own)[0][1]
 
 
@@ -141,10 +129,10 @@ _FEW = 4
 def _foresee(buckets: list[GemmProblem], tuned: Tuned) -> dict[tuple[GemmProblem, None], GemmConfig]:
     """The results of `choose_bucket` for buckets that differ in m and row alignment, in a twentieth of the time;
     without those that are measured or close."""
-    unmeasured = [bucket for bucket in buckets if not _is_measured(bucket, tuned)]
     alike: dict[tuple[int, int], list[GemmProblem]] = {}
-    for bucket in unmeasured:
-        alike.setdefault(bucket.row_alignment, []).append(bucket)
+    for bucket in buckets:
+        if measured_choice(bucket, tuned_choice(bucket, tuned)) is None:
+            alike.setdefault(bucket.row_alignment, []).append(bucket)
     return {key: config for problems in alike.values() for key, config in _foresee_alike(problems).items()}
 
 
@@ -163,10 +151,6 @@ def _foresee_alike(problems: list[GemmProblem]) -> dict[tuple[GemmProblem, None]
     return {(problems[i], None): configs[times[:, i].argmin()] for i in clear}
 
 
-def _is_measured(bucket: GemmProblem, tuned: Tuned) -> bool:
-    return measured_choice(bucket, tuned_choice(bucket, tuned)) is not None
-
-
 def choose(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig:
     """The config for a problem: its bucket's. For groups: `tune`'s, else the fastest predicted for the expected
     rows."""
@@ -177,8 +161,7 @@ def choose(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig:
 
 
 def choose_cast(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig | None:
-    """The config for a GEMM with fused FP8 cast; None if two launches are predicted to be faster. One answer per
-    bucket."""
+    """The config for a GEMM with fused FP8 cast; None if two launches are predicted to be faster."""
     bucket = bucketed(problem)
     if casts_apart(bucket):
         return None
@@ -219,7 +202,6 @@ def _unpacks(problem: GemmProblem) -> bool:
 
 
 def in_fp8(problem: GemmProblem) -> GemmProblem:
-    """That of the weight unpacked."""
     return problem._replace(kind="fp8_1x128" if problem.product.scaling == "row_blocks" else "fp8")
 
 
@@ -246,8 +228,7 @@ def _choose_grouped(problem: GemmProblem, own: GemmConfig | None = None) -> Gemm
 def grouped_candidates(
     problem: GemmProblem, hardware: Hardware = H200, tuned: Tuned = UNTUNED
 ) -> list[tuple[float, GemmConfig]]:
-    """Every config for a grouped problem with its predicted time: first `tune`'s on H200-like hardware, then by
-    predicted time."""
+    """Every config for a grouped problem with its predicted time, in that order, but `tune`'s first on an H200."""
     own = tuned_choice(group_bucket(problem), tuned) if hardware.name == H200.name else None
     return ranked(_bucketed_groups(problem), hardware, own)
 

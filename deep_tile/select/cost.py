@@ -1,9 +1,8 @@
 """A config's predicted time on a problem. Pure functions on sizes and rates; no GPU, no torch.
 
-Called by choose.py, and by method/, which shows the same estimates with the walls that explain them. Two overlapping
-terms: tile waves and HBM bytes. Times per K block and per tile for each config were measured on an H200 and fitted
-(benchmarks/search.py and calibrate.py); they are in times/, by kind. For other GPUs they are scaled by tensor rate,
-clock and bandwidth.
+Two overlapping terms: tile waves and HBM bytes. Times per K block and per tile for each config were measured on an H200
+and fitted (benchmarks/search.py and calibrate.py); they are in times/, by kind. For other GPUs they are scaled by
+tensor rate, clock and bandwidth.
 """
 
 import json
@@ -64,12 +63,8 @@ def unpack_us(elements: int, b_bytes: float) -> float:
 
 
 class TileTimes(NamedTuple):
-    """A config's times on one SM, in microseconds.
-
-    Attributes:
-        block_us: one K block.
-        tile_us: per tile, beside K blocks. column_us: to start a tile column with resident `b`.
-    """
+    """A config's microseconds on one SM: per K block, per tile beside its K blocks, and to start a tile column with
+    resident `b`."""
 
     block_us: float
     tile_us: float
@@ -86,7 +81,6 @@ class Calibration(NamedTuple):
         throttle, throttle_us: share by which the power limit slows a long kernel, and the duration at which half of
             that is reached.
         load_heat: exponent that slows tiles with more operand loads per FLOP.
-        configs: by kernel name.
         num_sms: the measured GPU's.
         choices: by a bucket's "MxNxK", the config that measured better than the model's choice: alone, or for m <= 128
             alone and in launch chains.
@@ -105,7 +99,6 @@ class Calibration(NamedTuple):
 
 
 def is_measured(kind: str) -> bool:
-    """Whether a kind has its own times."""
     return (TIMES / f"{kind}.json").exists()
 
 
@@ -138,10 +131,8 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
-    """Measured on an H200, or typical for a config that was not.
-
-    On another GPU the tensor core part scales with tensor rate, the rest with the clock.
-    """
+    """Measured on an H200, or typical for a config that was not. On another GPU the tensor core part scales with
+    tensor rate, the rest with the clock."""
     tensor_us = block_tensor_us(config, H200)
     measured = (
         (along_rows if is_along_rows else calibration)(kind).configs.get(name)
@@ -236,22 +227,14 @@ best config's time, at worst 1.07; without this term 1.021, at worst 1.19 (2026-
 
 
 def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -> float:
-    """Bytes that a block loads per K block, divided by the L2 rate share for its row alignment.
-
-    Args:
-        most: such a share that other walls allow.
-    """
+    """Bytes that a block loads per K block, divided by the L2 rate share for its row alignment, at most `most`."""
     rows = config.block_m / config.cluster_n, 0 if config.resident_b else config.block_n / config.cluster_m
     shares = (min(most, LINES[alignment]) for alignment in problem.row_alignment)
     return sum(each * K_BLOCK_BYTES / share for each, share in zip(rows, shares, strict=True))
 
 
 def _with_loads(blocks_us, blocks, config: GemmConfig, problem: GemmProblem, hardware: Hardware):
-    """Time for K blocks in microseconds, from `blocks_us`, which was measured without load stalls.
-
-    Args:
-        blocks: mean K blocks per SM.
-    """
+    """Microseconds for K blocks, `blocks` per SM in the mean, from `blocks_us`, measured without load stalls."""
     loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / hardware.l2_tbps / 1e6
     return (blocks_us**LOADS_OVERLAP + loads_us**LOADS_OVERLAP) ** (1 / LOADS_OVERLAP)
 
@@ -260,14 +243,11 @@ TYPICAL_OPERAND_LOADS = 1 / 128 + 1 / 176
 """Operand loads of a typical tile for large GEMMs."""
 
 
-def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> ComputeParts:
-    return _compute_parts(config, problem, hardware, *busiest(config, problem))
-
-
-def _compute_parts(
-    config: GemmConfig, problem: GemmProblem, hardware: Hardware, most: int, utilization: float
+def compute_parts(
+    config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200, busy: tuple[int, float] | None = None
 ) -> ComputeParts:
-    """Components for a cluster with `most` tiles, at mean occupation `utilization`: see `busiest`."""
+    """The components; `busy`: what `busiest` says, where it is known."""
+    most, utilization = busy or busiest(config, problem)
     model, times = calibration(config.kind), tile_times(config, hardware)
     blocks = most * blocks_per_tile(config, problem.k)
     blocks_us = _with_loads(blocks * times.block_us, blocks * utilization, config, problem, hardware)
@@ -311,9 +291,8 @@ def launch_time(hardware: Hardware = H200, kind: str = "fp8") -> float:
 
 
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> Estimate:
-    """Predict a config's time on a problem."""
-    most, utilization = busiest(config, problem)
-    compute_us = sum(_compute_parts(config, problem, hardware, most, utilization))
+    most, utilization = busy = busiest(config, problem)
+    compute_us = sum(compute_parts(config, problem, hardware, busy))
     memory_us = memory_time(problem, hardware)
     time_us = _overlapped(compute_us, memory_us, problem.kind, hardware)
     bound = "compute" if compute_us >= memory_us else "memory"
@@ -328,5 +307,5 @@ def _overlapped(compute_us, memory_us, kind: str, hardware: Hardware):
 
 def times_us(config: GemmConfig, problem: GemmProblem) -> "numpy.ndarray":
     """`estimate` on an H200 for many problems at once, equal except in the last bits: the problem's `m` is an array."""
-    compute_us = sum(_compute_parts(config, problem, H200, *busiest(config, problem)))
+    compute_us = sum(compute_parts(config, problem))
     return _overlapped(compute_us, memory_time(problem), problem.kind, H200)

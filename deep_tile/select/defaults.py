@@ -1,6 +1,6 @@
 """The default configs: tables of tiles, each with as deep a ring as fits.
 
-Called by choose.py, by the commands that compile or measure every kernel, and by the tests. No GPU, no torch.
+No GPU, no torch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -85,14 +85,8 @@ scales as a 256-column one: with 16-bit results a bias fits."""
 
 @lru_cache(maxsize=512)
 def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int | bool | str) -> GemmConfig:
-    """The tile with as many stages as fit beside all its output boxes, or beside fewer boxes if too few stages would
-    remain.
-
-    Too few are less than four, or less than three that hold several scale blocks.
-
-    Raises:
-        ValueError: the tile is illegal with any stage count.
-    """
+    """The tile with as many stages as fit beside all its output boxes, or beside fewer boxes if less than four would
+    remain, or less than three that hold several scale blocks. Raises ValueError for a tile that is always illegal."""
     smallest = GemmConfig(block_m, block_n, 2, store_buffers=1, tma_store=tma_store, **options)
     return _deepest(smallest, smallest.boxes, _MAX_STAGES, SMEM_LIMIT_BYTES)
 
@@ -127,16 +121,8 @@ def default_configs(
     activation: str = "none",
     layout: str = "nt",
 ) -> tuple[GemmConfig, ...]:
-    """Every config the selector can choose, for an `out` that TMA can store to or for any other.
-
-    Args:
-        kind: a name in `kinds.EVERY_KIND`.
-        output: dtype of `out`, a name in `kinds.RESULTS`; None: the kind's default.
-        accumulate: add to `out`.
-        bias, activation: names in `kinds.BIASES` and `kinds.ACTIVATIONS`. Configs are the plain ones that also support
-            these.
-        layout: the operands', a name in `kinds.LAYOUTS`.
-    """
+    """Every config the selector can choose, for arguments as in `GemmConfig`: with a bias or an activation, the plain
+    ones that also support these."""
     if (bias, activation) != ("none", "none"):
         plain = default_configs(tma_store, kind, output, accumulate, layout=layout)
         return tuple(config for one in plain if (config := finished(one, bias, activation)))
@@ -168,14 +154,7 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
         return config
     if _is_long(config, bias, activation) or _is_crowded(config, activation):
         return None
-    for store_buffers in range(config.store_buffers, 0, -1):
-        try:
-            made = replace(config, bias=bias, activation=activation, store_buffers=store_buffers)
-        except ValueError:
-            continue
-        if store_buffers <= max(made.boxes, 2):
-            return made
-    return None
+    return _in_fewer_boxes(config, bias=bias, activation=activation)
 
 
 def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
@@ -203,9 +182,13 @@ def _is_crowded(config: GemmConfig, activation: str) -> bool:
 
 def quantized(config: GemmConfig) -> GemmConfig | None:
     """The config with a result that is cast to FP8; None where there is none such."""
+    return _in_fewer_boxes(config, output=QUANTIZED)
+
+
+def _in_fewer_boxes(config: GemmConfig, **epilogue: str) -> GemmConfig | None:
     for store_buffers in range(config.store_buffers, 0, -1):
         try:
-            made = replace(config, output=QUANTIZED, store_buffers=store_buffers)
+            made = replace(config, **epilogue, store_buffers=store_buffers)
         except ValueError:
             continue
         if store_buffers <= max(made.boxes, 2):
@@ -226,9 +209,8 @@ def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
 def packed_configs(tiles: Iterable[tuple[int, int, int, int]], **options: bool | str) -> tuple[GemmConfig, ...]:
     """Configs for packed weights: tiles are (block_m, block_n, scale_blocks, split_k)."""
     return tuple(
-        deepest_config(block_m, block_n, scale_blocks=blocks, split_k=split_k, b_stages=slots, **options)
+        deepest_config(block_m, block_n, scale_blocks=blocks, split_k=split_k, b_stages=3, **options)
         for block_m, block_n, blocks, split_k in tiles
-        for slots in [3]
     )
 
 

@@ -52,14 +52,10 @@ def grouped_configs(
     output: str | None = None,
     operands: str = "nt",
 ) -> tuple[GemmConfig, ...]:
-    """Every config that a grouped product can be given.
+    """Every config that a grouped product can be given; `layout` is how groups lie, `operands` how these do.
 
-    Args:
-        layout: one of `kinds.GROUPINGS` except "none". K groups are FP8 with 1x128 scales for both operands and an FP32
-            or BF16 result; only they may `accumulate`.
-        kind: for row groups, as in `GemmConfig`.
-        output: as in `GemmConfig`; None for a kind's own, and FP32 along K.
-        operands: their layout, a name in `kinds.LAYOUTS`.
+    K groups are FP8 with 1x128 scales for both operands and an FP32 (by default) or BF16 result; only they may
+    `accumulate`.
     """
     if layout == "k_offs":
         options = {"kind": "fp8_1x128", "output": output or "fp32", "grouping": layout, "accumulate": accumulate}
@@ -95,7 +91,6 @@ def _packed_spills(block_m: int, block_n: int, kind: Kind, output: str, tma_stor
 
 
 def configs_of(problem: GemmProblem) -> tuple[GemmConfig, ...]:
-    """Every config that a problem with groups can be given."""
     what = problem.accumulate, problem.kind, problem.output, problem.layout
     return grouped_configs(problem.groups.layout, problem.tma_store, *what)
 
@@ -110,7 +105,6 @@ def _k_clusters(block_m: int, block_n: int, tma_store: bool, accumulate: bool) -
 
 
 def all_grouped_configs() -> tuple[GemmConfig, ...]:
-    """Configs for row groups in all layouts, with TMA store and without."""
     layouts = [layout for layout in GROUPINGS if layout not in ("none", "k_offs")]
     return tuple(
         config for layout in layouts for tma_store in (True, False) for config in grouped_configs(layout, tma_store)
@@ -118,7 +112,7 @@ def all_grouped_configs() -> tuple[GemmConfig, ...]:
 
 
 def expected_tiles(rows: int, block_m: int) -> float:
-    """Expected tile rows in a group with `rows` rows on average."""
+    """In a group with `rows` rows on average."""
     return sum(ceil_div(max(1, round(rows * size)), block_m) for size in _SIZES) / len(_SIZES)
 
 

@@ -1,8 +1,7 @@
 """GPU limits, rates and latencies, each with its unit and source.
 
-Read by the selector, the roofline, the benchmarks and the command line. No GPU, no torch. Invariant: a preset is a
-constant, so choices from it are equal on every machine; only `for_device` reads results stored by `python -m deep_tile
-doctor --measure`.
+No GPU, no torch. Invariant: a preset is a constant, so choices from it are equal on every machine; only `for_device`
+reads results stored by `python -m deep_tile doctor --measure`.
 
 Sources, by grade:
     datasheet NVIDIA's H100, H200 and GH200 data sheets and the "H100 Tensor Core GPU Architecture" white paper. Dense
@@ -73,7 +72,6 @@ class Hardware:
 
     Attributes:
         name: its name here and in `--hardware`.
-        num_sms: streaming multiprocessors (SMs).
         clock_mhz: SM clock under tensor load; turns cycles into time.
         peak_tflops: dense tensor rate per dtype, by datasheet.
         fp32_tflops: FP32 rate outside tensor cores, by datasheet.
@@ -84,14 +82,11 @@ class Hardware:
         hbm_latency_ns, l2_latency_ns: one read from idle memory.
         launch_us: an empty kernel, from event to event.
         stream_us: a streaming-read kernel's time beyond its bytes at `hbm_tbps`: launch and ramp.
-        l2_bytes: L2 cache size.
         smem_bytes: shared memory that one block may use.
         smem_bytes_per_clock: shared-memory bandwidth per SM.
         l2_shared_bytes_per_clock: L2 bytes per SM while all SMs read the same data.
-        registers: 32-bit registers per SM.
-        registers_per_thread: the most that an instruction can name.
-        threads: maximum per SM.
-        blocks: maximum thread blocks per SM.
+        registers: 32-bit registers per SM. registers_per_thread: the most that an instruction can name.
+        threads, blocks: the most per SM.
         sources: by field, its grade where it is not `datasheet`.
     """
 
@@ -164,8 +159,7 @@ class Hardware:
             tflops: TFLOPS, dense. Rates and `bandwidth` are achieved values, not a datasheet's.
             bandwidth: HBM's, TB/s. latency: one read from idle HBM, ns.
             sms: streaming multiprocessors. L2's bandwidth, and rates that are not given, are in proportion to them.
-            registers: 32-bit registers per SM.
-            smem_bytes: shared memory that one block may use.
+            registers: 32-bit registers per SM. smem_bytes: shared memory that one block may use.
 
         Raises:
             ValueError: a number is not positive and finite, or not whole where it counts, or the dtype is unknown.
@@ -181,7 +175,7 @@ class Hardware:
 
     @property
     def smem_tbps(self) -> float:
-        """Shared-memory bandwidth over all SMs, TB/s."""
+        """Over all SMs, TB/s."""
         return self.num_sms * self.smem_bytes_per_clock * self.clock_mhz / 1e6
 
     @property
@@ -375,12 +369,8 @@ def measured_path():
 
 
 def store_measured(device_name: str, values: dict[str, float]) -> None:
-    """Store measured fields, so that `for_device` uses them for this GPU in later processes.
-
-    Raises:
-        ValueError: a name is not in `MEASURABLE`, or a value is not positive.
-        OSError: there is no directory, or it cannot be written.
-    """
+    """Store measured fields, which `for_device` then uses for this GPU. Raises ValueError for a name that is not in
+    `MEASURABLE` or a value that is not positive, OSError where nothing can be written."""
     for name, value in values.items():
         if name not in MEASURABLE or not value > 0:
             raise ValueError(f"measured {name} is {value}; wanted a positive number for one of {', '.join(MEASURABLE)}")
@@ -407,7 +397,7 @@ def _stored_measurements() -> dict[str, dict[str, float]]:
 
 
 def _stored(path) -> dict[str, dict[str, float]]:
-    """A missing or damaged file counts as empty: measurements can be made again."""
+    """Nothing of a missing or damaged file: measurements can be made again."""
     try:
         stored = json.loads(path.read_text())
     except (OSError, ValueError):

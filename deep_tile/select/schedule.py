@@ -1,7 +1,4 @@
-"""Tile scheduling: the host's half of include/deep_tile/raster.cuh. Pure functions on sizes; no GPU.
-
-Called by plan.py for launch parameters, by cost.py for waves.
-"""
+"""Tile scheduling: the host's half of include/deep_tile/raster.cuh. Pure functions on sizes; no GPU."""
 
 from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.problem import GemmProblem
@@ -70,12 +67,7 @@ def raster_rows(config: GemmConfig, problem: GemmProblem) -> int:
 
 
 def last_rows_reciprocal(config: GemmConfig, m: int, group_rows: int) -> int:
-    """2^31 divided by the cluster tile rows in the raster's last group, rounded up: the kernel's reciprocal for
-    division.
-
-    Args:
-        group_rows: tile rows in the other groups, `raster_rows`.
-    """
+    """2^31 divided by the cluster tile rows in the raster's last group, rounded up; others have `group_rows`."""
     rows = ceil_div(m, config.block_m * config.cluster_m)
     group_rows //= config.cluster_m
     return ceil_div(1 << 31, rows % group_rows or group_rows)

@@ -1,17 +1,13 @@
 """How to launch a kernel that is bound by memory: vectors, loads under way, threads and blocks, each with its reason.
 
-Called by cast.py for the package's own casts, by measure.py, by users, and by docs/method.md. Pure functions on sizes
-and a `Hardware`: no GPU, no torch. Invariant: a derivation's result can be launched: threads, registers and shared
-memory are within limits; candidates tell by their walls.
-
-    derive_elementwise(elements, read_bytes, write_bytes, hardware=H200) -> Elementwise
-    derive_reduction(rows, columns, read_bytes, write_bytes, hardware=H200) -> Reduction
-    elementwise_candidates(...), reduction_candidates(...): their candidates
+Pure functions on sizes and a `Hardware`: no GPU, no torch. Invariant: a derivation's result can be launched: threads,
+registers and shared memory are within limits; candidates tell by their walls.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import ceil, gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.walls import Wall, capacity_wall, intensity_wall, littles_law, walls_hit
@@ -38,13 +34,14 @@ UNROLLS = (1, 2, 4, 8)
 THREADS_PER_ROW = tuple(2**power for power in range(11))
 
 
-class Elementwise(NamedTuple):
-    """Launch parameters for an elementwise kernel, as a grid-stride loop.
+@dataclass(frozen=True)
+class Streaming:
+    """Launch parameters for a kernel that is bound by memory, as a grid-stride loop.
 
     Attributes:
         vector_elements: elements per load and thread; the widest operand's take 16 bytes.
         unroll: such loads that a thread issues before it uses the first.
-        items_per_thread: elements per thread and turn, `vector_elements * unroll`.
+        items_per_thread: elements per thread and turn, or all that a thread has of a row.
         warps: per block; the block has `32 * warps` threads.
         blocks_per_sm: that run at once.
         grid: thread blocks to launch.
@@ -80,53 +77,30 @@ class Elementwise(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Loads in flight per thread."""
         return self.unroll
 
 
-class Reduction(NamedTuple):
+@dataclass(frozen=True)
+class Elementwise(Streaming):
+    """Launch parameters for an element-wise kernel."""
+
+
+@dataclass(frozen=True)
+class Reduction(Streaming):
     """Launch parameters for a kernel that reduces each row and may rewrite it (softmax, norm, cast).
 
     Attributes:
-        vector_elements: elements per load and thread.
         threads_per_row: threads that share a row; up to 32 lanes of one warp reduce by shuffles, more are the whole
-            block and reduce in shared memory.
-        items_per_thread: row elements that a thread holds, or streams, in total.
-        unroll: loads that a thread issues before it uses the first.
+            block and reduce in shared memory, which holds their warps' sums.
         resident: whether the row stays in registers between reduction and writing; otherwise it is read twice.
         passes: reads per row, 1 or 2.
-        rows_per_block, warps, blocks_per_sm, grid: the block has `32 * warps` threads and walks over
-            `rows_per_block` rows at a time.
-        bytes_in_flight, bytes_needed, time_us, bound, reasons, registers, smem_bytes, stages_min, stages_max,
-            intensity, walls: as in `Elementwise`; shared memory holds the sums of warps that share a row.
+        rows_per_block: rows that a block walks over at a time.
     """
 
-    vector_elements: int
     threads_per_row: int
-    items_per_thread: int
-    unroll: int
     resident: bool
     passes: int
     rows_per_block: int
-    warps: int
-    blocks_per_sm: int
-    grid: int
-    bytes_in_flight: int
-    bytes_needed: int
-    time_us: float
-    bound: str
-    reasons: tuple[str, ...]
-    registers: int
-    smem_bytes: int
-    stages_min: int
-    stages_max: int
-    intensity: float
-    walls: tuple[Wall, ...]
-
-    @property
-    def stages(self) -> int:
-        """Loads in flight per thread."""
-        return self.unroll
 
 
 def derive_elementwise(
@@ -156,13 +130,8 @@ def derive_elementwise(
 def elementwise_candidates(
     elements: int, read_bytes: float, write_bytes: float, hardware: Hardware = H200, *, warps: int = 8
 ) -> list[Elementwise]:
-    """Candidates for `derive_elementwise`, with its arguments: one per entry in `UNROLLS`.
-
-    The first is chosen that has enough bytes in flight, or with twice as many loads would leave SMs idle.
-
-    Raises:
-        ValueError: a size is not positive.
-    """
+    """Candidates for `derive_elementwise`, one per entry in `UNROLLS`. The first is chosen that has enough bytes in
+    flight, or with twice as many loads would leave SMs idle. Raises ValueError for a size that is not positive."""
     check_positive(elements=elements, read_bytes=read_bytes, warps=warps)
     check_not_negative(write_bytes=write_bytes)
     return [_elementwise(elements, read_bytes, write_bytes, hardware, warps, unroll) for unroll in UNROLLS]
@@ -179,27 +148,19 @@ def _elementwise(
 ) -> Elementwise:
     vector = _vector_elements(max(read_bytes, write_bytes))
     load_bytes, threads, items = vector * read_bytes, WARP * warps, vector * unroll
-    needed, reason = bytes_in_flight_needed(hardware)
-    registers = OTHER_REGISTERS + ceil(unroll * load_bytes / 4)
-    blocks_per_sm = _blocks_per_sm(threads, registers, hardware)
-    grid = min(hardware.num_sms * blocks_per_sm, ceil(elements / (items * threads)))
-    in_flight = round(_resident_threads(grid, blocks_per_sm, threads, hardware) * unroll * load_bytes)
-    bytes_moved = elements * (read_bytes + write_bytes)
-    time_us, bound = _stream_time(bytes_moved, in_flight, needed, hardware)
+    bytes_moved, blocks = elements * (read_bytes + write_bytes), ceil(elements / (items * threads))
+    made = _launch(threads, unroll, load_bytes, blocks, elements, bytes_moved, 0, hardware)
+    blocks_per_sm, in_flight = made["blocks_per_sm"], made["bytes_in_flight"]
     reasons = (
         f"vector: {vector} elements, the widest access of a thread, {VECTOR_BYTES} bytes, for the wider side",
-        reason,
+        bytes_in_flight_needed(hardware)[1],
         f"unroll: {unroll}, {unroll} x {load_bytes:.0f} bytes by {blocks_per_sm * threads} threads per SM are "
         f"{in_flight} bytes in flight",
-        f"registers: about {registers} per thread, which {blocks_per_sm} blocks of {warps} warps per SM may have",
-        f"grid: {grid} blocks of at most {hardware.num_sms * blocks_per_sm} that run at once",
+        f"registers: about {_registers(unroll, load_bytes)} per thread, which {blocks_per_sm} blocks of {warps} warps "
+        "per SM may have",
+        f"grid: {made['grid']} blocks of at most {hardware.num_sms * blocks_per_sm} that run at once",
     )
-    return Elementwise(
-        *(vector, unroll, items, warps, blocks_per_sm, grid, in_flight, needed, time_us, bound, reasons),
-        *_resources(threads, registers, 0, load_bytes, blocks_per_sm, hardware),
-        elements / bytes_moved,
-        _walls(threads, registers, 0, in_flight, elements, bytes_moved, hardware),
-    )
+    return Elementwise(vector_elements=vector, items_per_thread=items, reasons=reasons, **made)
 
 
 def derive_reduction(
@@ -232,14 +193,8 @@ def derive_reduction(
 def reduction_candidates(
     rows: int, columns: int, read_bytes: float, write_bytes: float, hardware: Hardware = H200
 ) -> list[Reduction]:
-    """Candidates for `derive_reduction`, with its arguments: a row shared by ever more threads, until each has one
-    load.
-
-    The choice is the first that keeps its row in registers, else the last, which reads it twice.
-
-    Raises:
-        ValueError: a size is not positive.
-    """
+    """Candidates for `derive_reduction`: a row shared by ever more threads, until each has one load. The first is
+    chosen that keeps its row in registers, else the last. Raises ValueError for a size that is not positive."""
     return list(_reductions(rows, columns, read_bytes, write_bytes, hardware))
 
 
@@ -270,37 +225,82 @@ def _reduction(
 ) -> Reduction:
     load_bytes, loads = vector * read_bytes, columns // vector
     resident, wall = _row_in_registers(loads, load_bytes, threads_per_row, hardware)
-    own_loads = ceil(loads / threads_per_row)
-    threads = threads_per_row if threads_per_row > WARP else 8 * WARP
-    needed, reason = bytes_in_flight_needed(hardware)
-    unroll = min(own_loads if resident else UNROLLS[-1], own_loads)
-    registers = OTHER_REGISTERS + ceil(unroll * load_bytes / 4)
-    blocks_per_sm = _blocks_per_sm(threads, registers, hardware)
-    rows_per_block = threads // threads_per_row
-    grid = min(hardware.num_sms * blocks_per_sm, ceil(rows / rows_per_block))
-    in_flight = round(_resident_threads(grid, blocks_per_sm, threads, hardware) * unroll * load_bytes)
-    passes = 1 if resident else 2
-    bytes_moved = rows * columns * (passes * read_bytes + write_bytes)
-    time_us, bound = _stream_time(bytes_moved, in_flight, needed, hardware)
+    own_loads, passes = ceil(loads / threads_per_row), 1 if resident else 2
     across_warps = threads_per_row > WARP
+    threads = threads_per_row if across_warps else 8 * WARP
+    rows_per_block = threads // threads_per_row
+    unroll, blocks = min(own_loads if resident else UNROLLS[-1], own_loads), ceil(rows / rows_per_block)
+    bytes_moved = rows * columns * (passes * read_bytes + write_bytes)
     smem_bytes = SUM_BYTES * threads // WARP if across_warps else 0
+    made = _launch(threads, unroll, load_bytes, blocks, rows * columns, bytes_moved, smem_bytes, hardware)
     reduced = "warps reduce it and meet in shared memory" if across_warps else "shuffles reduce the row"
     reasons = (
         f"vector: {vector} elements of {read_bytes:g} bytes; {loads} loads cover a row of {columns}",
         wall,
         f"threads: {threads_per_row} per row, {rows_per_block} rows per block of {threads // WARP} warps; {reduced}",
-        reason,
-        f"unroll: {unroll} loads of {load_bytes:.0f} bytes by {blocks_per_sm * threads} threads per SM put {in_flight} "
-        "bytes in flight",
-        f"grid: {grid} blocks for {ceil(rows / rows_per_block)} groups of rows",
+        bytes_in_flight_needed(hardware)[1],
+        f"unroll: {unroll} loads of {load_bytes:.0f} bytes by {made['blocks_per_sm'] * threads} threads per SM put "
+        f"{made['bytes_in_flight']} bytes in flight",
+        f"grid: {made['grid']} blocks for {blocks} groups of rows",
     )
     return Reduction(
-        *(vector, threads_per_row, own_loads * vector, unroll, resident, passes, rows_per_block, threads // WARP),
-        *(blocks_per_sm, grid, in_flight, needed, time_us, bound, reasons),
-        *_resources(threads, registers, smem_bytes, load_bytes, blocks_per_sm, hardware),
-        rows * columns / bytes_moved,
-        _walls(threads, registers, smem_bytes, in_flight, rows * columns, bytes_moved, hardware),
+        vector_elements=vector,
+        threads_per_row=threads_per_row,
+        items_per_thread=own_loads * vector,
+        resident=resident,
+        passes=passes,
+        rows_per_block=rows_per_block,
+        reasons=reasons,
+        **made,
     )
+
+
+def _launch(
+    threads: int,
+    unroll: int,
+    load_bytes: float,
+    blocks: int,
+    elements: int,
+    bytes_moved: float,
+    smem_bytes: int,
+    hardware: Hardware,
+) -> dict[str, Any]:
+    """The fields of a launch that follow from its threads and loads; `blocks` of work are to be done."""
+    registers = _registers(unroll, load_bytes)
+    handed_out = ceil(registers / 8) * 8
+    by_registers = hardware.registers // (handed_out * threads)
+    blocks_per_sm = max(1, min(hardware.threads // threads, by_registers, hardware.blocks))
+    grid = min(hardware.num_sms * blocks_per_sm, blocks)
+    working = min(blocks_per_sm, grid / hardware.num_sms) * threads  # in the mean, per SM
+    in_flight, (needed, _) = round(working * unroll * load_bytes), bytes_in_flight_needed(hardware)
+    bandwidth = hardware.hbm_tbps * min(1.0, in_flight / needed)
+    most_registers = min(hardware.registers_per_thread, hardware.registers // threads // 8 * 8)
+    latency_us = LOAD_FACTOR * hardware.hbm_latency_ns / 1e3
+    return {
+        "unroll": unroll,
+        "warps": threads // WARP,
+        "blocks_per_sm": blocks_per_sm,
+        "grid": grid,
+        "bytes_in_flight": in_flight,
+        "bytes_needed": needed,
+        "time_us": hardware.stream_us + bytes_moved / bandwidth / 1e6,
+        "bound": "memory" if in_flight >= needed else "latency",
+        "registers": handed_out,
+        "smem_bytes": smem_bytes,
+        "stages_min": ceil(needed / (blocks_per_sm * threads * load_bytes)),
+        "stages_max": max(0, int((most_registers - OTHER_REGISTERS) * 4 // load_bytes)),
+        "intensity": elements / bytes_moved,
+        "walls": (
+            _register_wall(threads, handed_out, hardware),
+            capacity_wall(smem_bytes, hardware.smem_bytes),
+            intensity_wall("HBM", elements, bytes_moved, hardware.fp32_tflops, hardware.hbm_tbps),
+            littles_law(in_flight, hardware.hbm_tbps * 1e3 / hardware.num_sms, latency_us),
+        ),
+    }
+
+
+def _registers(unroll: int, load_bytes: float) -> int:
+    return OTHER_REGISTERS + ceil(unroll * load_bytes / 4)
 
 
 class Prediction(NamedTuple):
@@ -347,47 +347,12 @@ def _row_in_registers(loads: int, load_bytes: float, threads: int, hardware: Har
     )
 
 
-def _resources(
-    threads: int, registers: int, smem_bytes: int, load_bytes: float, blocks_per_sm: int, hardware: Hardware
-) -> tuple[int, int, int, int]:
-    """Registers and shared memory in allocation units, and the least and most loads per thread."""
-    needed, _ = bytes_in_flight_needed(hardware)
-    most_registers = min(hardware.registers_per_thread, hardware.registers // threads // 8 * 8)
-    most = max(0, int((most_registers - OTHER_REGISTERS) * 4 // load_bytes))
-    return _handed_out(registers), smem_bytes, ceil(needed / (blocks_per_sm * threads * load_bytes)), most
-
-
-def _walls(
-    threads: int,
-    registers: int,
-    smem_bytes: int,
-    in_flight: int,
-    flops: int,
-    bytes_moved: float,
-    hardware: Hardware,
-) -> tuple[Wall, ...]:
-    latency_us = LOAD_FACTOR * hardware.hbm_latency_ns / 1e3
-    return (
-        _register_wall(threads, registers, hardware),
-        capacity_wall(smem_bytes, hardware.smem_bytes),
-        intensity_wall("HBM", flops, bytes_moved, hardware.fp32_tflops, hardware.hbm_tbps),
-        littles_law(in_flight, hardware.hbm_tbps * 1e3 / hardware.num_sms, latency_us),
-    )
-
-
-def _register_wall(threads: int, registers: int, hardware: Hardware) -> Wall:
-    """A thread's registers against the limit for its block size."""
-    needed = _handed_out(registers)
+def _register_wall(threads: int, needed: int, hardware: Hardware) -> Wall:
     limit = min(hardware.registers_per_thread, hardware.registers // threads)
     verb = "exceed" if needed > limit else "fit"
     over = f", by {needed - limit}" if needed > limit else ""
     reason = f"{needed} registers a thread {verb} the {limit} that each of {threads} threads can have{over}"
     return Wall("register", needed, limit, "registers per thread", needed <= limit, reason)
-
-
-def _handed_out(registers: int) -> int:
-    """Registers are handed out by the eight per thread."""
-    return ceil(registers / 8) * 8
 
 
 def _vector_elements(bytes_per_element: float) -> int:
@@ -396,22 +361,6 @@ def _vector_elements(bytes_per_element: float) -> int:
     while 2 * elements * bytes_per_element <= VECTOR_BYTES:
         elements *= 2
     return elements
-
-
-def _blocks_per_sm(threads: int, registers: int, hardware: Hardware) -> int:
-    by_registers = hardware.registers // (_handed_out(registers) * threads)
-    return max(1, min(hardware.threads // threads, by_registers, hardware.blocks))
-
-
-def _resident_threads(grid: int, blocks_per_sm: int, threads: int, hardware: Hardware) -> float:
-    """Mean threads with work per SM."""
-    return min(blocks_per_sm, grid / hardware.num_sms) * threads
-
-
-def _stream_time(bytes_moved: float, in_flight: int, needed: int, hardware: Hardware) -> tuple[float, str]:
-    """Launch, ramp and bytes, at the bandwidth that the bytes in flight sustain."""
-    bandwidth = hardware.hbm_tbps * min(1.0, in_flight / needed)
-    return hardware.stream_us + bytes_moved / bandwidth / 1e6, "memory" if in_flight >= needed else "latency"
 
 
 def check_positive(**sizes: float) -> None:

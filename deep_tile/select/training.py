@@ -1,6 +1,7 @@
 """A layer's predicted gain from FP8 training, by the selector's H200 time model, and which layers are small.
 
-Called by train and by `explain --train`. Needs no GPU."""
+Needs no GPU.
+"""
 
 from typing import NamedTuple
 
@@ -48,12 +49,9 @@ def predict(tokens: int, n: int, k: int, *, eager: bool = False) -> Prediction:
     """Predicted time of a layer's three GEMMs in BF16, and in FP8 with casts of x, dy and the weight.
 
     Args:
-        tokens: per forward pass. n, k: the weight's sizes.
+        tokens: per forward pass, by a weight [n, k].
         eager: the layer is called without torch.compile and CUDA graphs, among similar layers: a GPU with little work
             then waits for the host.
-
-    Returns:
-        A `Prediction`.
 
     Raises:
         TypeError, ValueError: a size is no positive int.

@@ -39,7 +39,7 @@ def configs(num_sms: int) -> Mapping[str, GemmConfig]:
 
 
 def choices(num_sms: int) -> Mapping[str, Choice]:
-    """Tuned choices by `choose.bucket_key`, for `num_sms` SMs, all SMs of the tuned GPU."""
+    """By `choose.bucket_key`, for `num_sms` SMs, all of the tuned GPU's."""
     return _all_choices().get(num_sms, {})
 
 
@@ -77,10 +77,8 @@ def _files() -> list[Path]:
 
 
 def _gpus_of_machine() -> set[str]:
-    """GPU models from the driver's files, without initialising it; empty if it does not show them.
-
-    A file for another GPU with equally many SMs may then be used: correct, perhaps not the fastest.
-    """
+    """GPU models from the driver's files, without initialising it; if it does not show them, another GPU's choices may
+    be used: correct, perhaps not the fastest."""
     models = set()
     for path in _DRIVER_FILES.glob("*/information"):
         try:
@@ -113,13 +111,8 @@ def _file_name(gpu: str) -> str:
 
 
 def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
-    """Add choices to a GPU's file, replacing older ones for the same buckets; this process uses them too.
-
-    A file for another SM count of the same model, or a damaged one, is replaced.
-
-    Raises:
-        OSError: there is nowhere to keep them, or the file cannot be written.
-    """
+    """Add choices to a GPU's file, which this process uses too. A file for another SM count of the same model, or a
+    damaged one, is replaced. Raises OSError where there is nowhere to keep them."""
     path = path_for(gpu)
     if path is None:
         raise FileNotFoundError("no directory to keep tuned choices in; set DEEP_TILE_TUNED or DEEP_TILE_CACHE_DIR")

@@ -1,6 +1,6 @@
 """Arguments that several commands share: types with clear errors, and `explain`'s hardware.
 
-Called by cli.py and kernel_classes.py. No GPU, no torch.
+No GPU, no torch.
 """
 
 import argparse
@@ -70,7 +70,6 @@ def _number(text: str) -> float:
 
 
 def smem_bytes(text: str) -> int:
-    """Bytes from KB."""
     kilobytes = positive_number(text)
     if kilobytes > MOST_SMEM_KB or kilobytes * KB < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size in KB of {KB} bytes; Hopper has 227")
@@ -98,7 +97,7 @@ def add_hardware(command: argparse.ArgumentParser, rate: str) -> None:
 
 
 def hardware_of(options: argparse.Namespace, dtype: str) -> Hardware:
-    """The Hardware for `add_hardware`'s options; --tflops is dtype's rate. Raises ValueError for unknown hardware."""
+    """For `add_hardware`'s options; --tflops is dtype's rate. Raises ValueError for unknown hardware."""
     return hardware.for_device(options.hardware).with_numbers(
         dtype=dtype,
         tflops=options.tflops,

@@ -1,8 +1,8 @@
 """The command line: `python -m deep_tile`, or `deep-tile` where the package is installed.
 
-Called by users and by `make demo`. It adds tables and exit codes and decides nothing about kernels. Invariant: results
-go to stdout, progress and errors to stderr; the exit code is 0 when all is well, 1 when a check fails or something is
-missing, 2 for arguments that make no sense. Only commands that multiply import torch, which takes a second.
+It adds tables and exit codes and decides nothing about kernels. Invariant: results go to stdout, progress and errors to
+stderr; the exit code is 0 when all is well, 1 when a check fails or something is missing, 2 for arguments that make no
+sense. Only commands that multiply import torch, which takes a second.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def _of_class(name: str) -> str:
 
 
 def _joined(arguments: list[str]) -> list[str]:
-    """Joins `explain` and a kernel class into one command."""
     if arguments[:1] == ["explain"] and arguments[1:2] and arguments[1] in kernel_classes.CLASSES:
         return [_of_class(arguments[1]), *arguments[2:]]
     return arguments

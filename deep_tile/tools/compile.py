@@ -1,6 +1,6 @@
 """`compile` and `cache`: kernels with ptxas's report, and the cache directory.
 
-Called by cli.py; demo.py and doctor.py build and report kernels by the same functions. No GPU, no torch.
+No GPU, no torch.
 """
 
 import argparse
@@ -29,8 +29,6 @@ NEARLY_FULL = 0.9
 
 
 class Built(NamedTuple):
-    """One kernel's compilation."""
-
     config: GemmConfig
     seconds: float
     usage: jit.ResourceUsage
@@ -122,7 +120,6 @@ def _report_lost(built: list[Built]) -> int:
 
 
 def _storing_remedy(size_bytes: int) -> str:
-    """Why the cache cannot keep kernels of this total size, and the remedy."""
     info = jit.cache_info()
     if info.directory is None:
         return f"set {settings.CACHE_DIR.name} to a directory; without one, kernels are kept in memory"

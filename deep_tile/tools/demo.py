@@ -1,7 +1,7 @@
 """`demo`: DeepSeek-V3's layers, multiplied, checked and timed, or compiled without a Hopper GPU; then one GEMM per
 kind.
 
-Called by cli.py and so by `make demo`. Imports torch only when it multiplies.
+Imports torch only when it multiplies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEMO_SAMPLES = 20
 
 
 def demo(options: argparse.Namespace) -> int:
-    """Ends with a verdict in one sentence."""
+    """Ends with a verdict, made of the summary that each demo returns with its exit code."""
     begin, (available, reason) = monotonic(), deep_tile.is_available()
     if options.experts:
         run = demo_experts.demo_on_gpu if available else demo_experts.demo_without_gpu
@@ -51,7 +51,6 @@ def _demo_shapes() -> list[tuple[int, int, int]]:
 
 
 def _demo_without_gpu(reason: str) -> tuple[int, str]:
-    """Returns the exit code and a summary."""
     console, shapes = new_console(), _demo_shapes()
     console.print(f"No Hopper GPU to run on ({reason}).")
     console.print(
@@ -84,7 +83,6 @@ def _stored_times(shapes: list[tuple[int, int, int]]) -> Table:
 
 
 def _demo_on_gpu(reason: str) -> tuple[int, str]:
-    """Returns the exit code and a summary."""
     import torch
 
     from deep_tile.tools import timing

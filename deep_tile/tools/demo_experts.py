@@ -1,7 +1,7 @@
 """`demo --experts`: an expert layer, checked step by step and timed against a torch loop over experts.
 
-Called by demo.py. Where there is no Hopper GPU, its kernels are compiled, and a small layer is computed on the CPU.
-Imports torch only when it multiplies.
+Where there is no Hopper GPU, its kernels are compiled, and a small layer is computed on the CPU. Imports torch only
+when it multiplies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ SMALL, FEW_TOKENS = Sizes(8, 2, 256, 128), 40
 
 
 def demo_without_gpu(reason: str) -> tuple[int, str]:
-    """Returns the exit code and a summary."""
     console = new_console()
     console.print(f"No Hopper GPU to run on ({reason}).")
     console.print(
@@ -76,14 +75,12 @@ def demo_without_gpu(reason: str) -> tuple[int, str]:
 
 
 def _config(tokens: int, n: int, k: int) -> plan.GemmConfig:
-    """The config for a GEMM on an H200."""
     rows = tokens * QWEN3_30B.top_k
     groups = Groups("offs", QWEN3_30B.experts, ceil_div(rows, QWEN3_30B.experts))
     return plan.config_for(GemmProblem(rows, n, k, groups=groups))
 
 
 def demo_on_gpu(reason: str) -> tuple[int, str]:
-    """Returns the exit code and a summary."""
     import torch
 
     from deep_tile.tools import timing
@@ -115,7 +112,6 @@ def demo_on_gpu(reason: str) -> tuple[int, str]:
 
 
 def routed(sizes: Sizes, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random tokens, each token's experts, and the experts' weights."""
     import torch
 
     generator = torch.Generator(device).manual_seed(tokens)
@@ -183,7 +179,6 @@ class Layer:
 
 
 def _quantized(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantised expert weights with whole blocks of rows."""
     values, scale = deep_tile.per_block_cast_to_fp8(weights.flatten(0, 1))
     return values.view(weights.shape), scale.unflatten(0, (len(weights), -1))
 

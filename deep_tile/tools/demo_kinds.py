@@ -1,6 +1,6 @@
 """The end of `demo`: one GEMM per kind, checked and timed, or its kernel compiled without a Hopper GPU.
 
-Called by demo.py. Imports torch only when it multiplies.
+Imports torch only when it multiplies.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ def show_on_gpu() -> int:
 
 
 def _error(kind: Kind, shape: tuple[int, int, int], device: str) -> float:
-    """Relative error of one GEMM on random operands, against float64."""
     from deep_tile.reference import relative_error
 
     operands = operands_of(kind, shape, device)

@@ -1,6 +1,6 @@
 """`doctor`: whether the package works here, and remedies for what is missing.
 
-Called by cli.py. Imports torch only to look at it, so that it also reports where there is none.
+Imports torch only to look at it, so that it also reports where there is none.
 """
 
 from __future__ import annotations

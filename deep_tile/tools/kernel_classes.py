@@ -1,7 +1,7 @@
 """`explain` for kernels that are no matrix product: attention, convolution, element-wise kernels and reductions.
 
-Called by cli.py. Tiles, walls and choices come from method/other_kernels.py and select/streaming.py; this module has
-arguments and tables. No GPU, no torch.
+Tiles, walls and choices come from method/other_kernels.py and select/streaming.py; this module has arguments and
+tables. No GPU, no torch.
 """
 
 import argparse
@@ -50,13 +50,11 @@ class KernelClass(NamedTuple):
     """A kernel class that `explain` takes instead of MxNxK.
 
     Attributes:
-        text: for --help.
         arguments: argparse options by parameter name of `derive`.
         derive, candidates: the choice, and everything it is chosen from.
         unit, name: what a candidate is, for the table's head, and a candidate's name.
         columns: table columns beside the common ones.
         walls: names of a candidate's walls, in order.
-        caption: the table's.
         why: the rule behind the choice, printed after its name.
         ranked: whether the best candidates come first; otherwise all are shown.
         rate: the dtype of --tflops; None: --dtype.
@@ -202,7 +200,6 @@ CLASSES = {
 
 
 def add_arguments(command: argparse.ArgumentParser, name: str) -> None:
-    """Add one class's arguments to its parser, which then runs `explain_class`."""
     kernel = CLASSES[name]
     for argument, options in kernel.arguments.items():
         command.add_argument(f"--{argument.replace('_', '-')}", **options)
@@ -228,8 +225,6 @@ def explain_class(options: argparse.Namespace) -> int:
 
 
 class Explained(NamedTuple):
-    """Class, hardware, arguments and answer."""
-
     name: str
     asked: dict[str, Any]
     hardware: Hardware
@@ -256,7 +251,7 @@ def as_data(explained: Explained) -> dict[str, Any]:
 
 
 def _candidate_data(kernel: KernelClass, tile: Tile) -> dict[str, Any]:
-    own = {name: value for name, value in tile._asdict().items() if name not in ("walls", "reasons")}
+    own = {name: value for name, value in vars(tile).items() if name not in ("walls", "reasons")}
     hit = [wall.reason for wall in walls_hit(tile.walls)]
     return {"name": kernel.name(tile), **own, "intensity": tile.intensity, "stages": tile.stages, "hit": hit}
 
@@ -270,7 +265,6 @@ def why(explained: Explained) -> str:
 
 
 def show(explained: Explained, console: Console, most: int | None) -> None:
-    """Print it; `most` candidates at most, None: all."""
     gpu, choice = explained.hardware, explained.choice
     asked = ", ".join(
         f"{name} = {value:g}" if isinstance(value, float) else f"{name} = {value}"

@@ -1,7 +1,6 @@
 """`doctor --measure`: the current GPU's bandwidths, latencies, tensor rate and launch floor.
 
-Called by doctor.py; results are the fields in `hardware.MEASURABLE`, with the same units and meaning, so they can
-replace a preset's. Needs a Hopper GPU and imports torch. A few seconds; nothing else should run on the GPU.
+Needs a Hopper GPU and imports torch. A few seconds; nothing else should run on the GPU.
 """
 
 import random

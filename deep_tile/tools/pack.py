@@ -20,7 +20,6 @@ from deep_tile.tools.compile import mib
 
 
 def default_sources() -> dict[str, str]:
-    """Sources of all default kernels, by name."""
     configs = (*default_configs(True), *default_configs(False), *all_grouped_configs())
     gemms = {config.name: kernel_source(config) for config in configs}
     others = (*cast.all_kernels(), *parts.all_kernels(), *logits_launch.default_kernels())

@@ -1,6 +1,6 @@
 """Checked GEMMs: random operands and exact results, for `fp8_gemm` and each kind.
 
-Called by demo.py, demo_kinds.py, doctor.py and trials.py. Imports torch only when it multiplies.
+Imports torch only when it multiplies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ INT8_SIZE = 40
 
 
 def checked_error(m: int, n: int, k: int, device: str) -> float:
-    """Relative error of one GEMM on random operands."""
     from deep_tile.reference import relative_error
 
     x, w = random_operands(m, n, k, device)
@@ -97,7 +96,6 @@ def _packed(kind: Kind, n: int, k: int, generator: torch.Generator) -> tuple[tor
 
 
 def empty_out(kind: Kind, operands: list[torch.Tensor], output: str | None = None) -> torch.Tensor:
-    """An output in a format from `kinds.RESULTS`, or the kind's default."""
     import torch
 
     a, b = operands[0], operands[len(operands) // 2]
@@ -116,7 +114,6 @@ def multiply_groups(kind: Kind, operands: tuple[torch.Tensor, ...], **keywords: 
 
 
 def _function(kind: Kind, grouping: str) -> Callable[..., torch.Tensor]:
-    """The function that multiplies operands of a kind."""
     from deep_tile.api import product_for
 
     function = getattr(deep_tile, product_for(kind, grouping).called)
@@ -124,7 +121,6 @@ def _function(kind: Kind, grouping: str) -> Callable[..., torch.Tensor]:
 
 
 def exact_product_of(kind: Kind, operands: list[torch.Tensor]) -> torch.Tensor:
-    """In float64, as `exact_product`."""
     if kind.packing:
         from deep_tile import packed
 

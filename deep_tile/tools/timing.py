@@ -1,22 +1,20 @@
 """How GPU work is timed: as CUDA graphs, in turns, L2 flushed before each.
 
-Used by cli.py, tune.py, measure.py and by the benchmark scripts. Invariant: a sample's two events enclose one graph
-replay, or one call, and nothing else, and the GPU still flushes L2 while the host enqueues them, so no host time is
-measured. The host waits for each sample before it enqueues the next: queued behind each other, samples take longer,
-whatever they time, and not evenly (an empty graph 3.5 to 4.3 us, not 3.0 to 3.5; H200, 2026-11-22). Meanwhile the GPU
-does the next flush, so that it is never idle.
+Invariant: a sample's two events enclose one graph replay, or one call, and nothing else, and the GPU still flushes L2
+while the host enqueues them, so no host time is measured. The host waits for each sample before it enqueues the next:
+queued behind each other, samples take longer, whatever they time, and not evenly (an empty graph 3.5 to 4.3 us, not 3.0
+to 3.5; H200, 2026-11-22). Meanwhile the GPU does the next flush, so that it is never idle.
 """
 
 import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-
-from deep_tile.tools.energy import PowerMeter
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache, and about 130 us: ample time to enqueue event, graph, event."""
@@ -46,9 +44,6 @@ LARGE_US = 60.0
 _FINAL_SECONDS = 0.3
 """Seconds of replays per finalist timed alone."""
 
-_REST_SECONDS = 0.005
-"""Before each cool sample."""
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -62,13 +57,6 @@ class Timing:
     def of(cls, samples: list[float]) -> "Timing":
         deciles = statistics.quantiles(samples, n=10, method="inclusive")
         return cls(statistics.median(samples), deciles[0], deciles[-1])
-
-
-class Sustained(NamedTuple):
-    """One replay among many back to back: microseconds, and millijoules where NVML counts them."""
-
-    us: float
-    millijoules: float | None
 
 
 class L2Flush:
@@ -123,11 +111,6 @@ def capture(call: Callable[[], torch.Tensor]) -> Captured:
     return Captured(graph, output, call)
 
 
-def capture_empty() -> Captured:
-    """The least a graph can do: fill one element. Its time is included in every figure."""
-    return capture(lambda: torch.ones(1, device="cuda"))
-
-
 def time_alternating(graphs: dict[Any, Captured], repeats: int, flush: Callable[[], None]) -> dict[Any, Timing]:
     """Time every graph `repeats` times, alternating, each after `flush`: an L2Flush for a cold L2."""
     return time_calls({name: graph.replay for name, graph in graphs.items()}, repeats, flush)
@@ -148,18 +131,6 @@ def time_calls(calls: dict[Any, Callable[[], object]], repeats: int, flush: Call
     return {name: Timing.of(us) for name, us in samples.items()}
 
 
-def time_cool(graphs: dict[Any, Captured], repeats: int, flush: Callable[[], None]) -> dict[Any, float]:
-    """Median microseconds per graph on a rested GPU with flushed L2: the power limit does not bind."""
-
-    def rest() -> None:
-        flush()
-        torch.cuda.current_stream().synchronize()
-        time.sleep(_REST_SECONDS)
-        keep_busy()
-
-    return {name: timing.us for name, timing in time_alternating(graphs, repeats, rest).items()}
-
-
 def time_to_choose(graphs: dict[Any, Captured], repeats: int, flush: L2Flush) -> dict[Any, float]:
     """Microseconds per graph, with `repeats` samples for finalists.
 
@@ -173,21 +144,22 @@ def time_to_choose(graphs: dict[Any, Captured], repeats: int, flush: L2Flush) ->
     time.sleep(_PAUSE_SECONDS)
     finalists = {name: graph for name, graph in graphs.items() if heats[name] <= _FINALIST * fastest}
     if fastest > LARGE_US:
-        final = {name: time_sustained(graph, heats[name], _FINAL_SECONDS).us for name, graph in finalists.items()}
+        final = {name: time_sustained(graph, heats[name], _FINAL_SECONDS) for name, graph in finalists.items()}
     else:
         final = {name: timing.us for name, timing in time_alternating(finalists, repeats, flush).items()}
     slower = statistics.median(heats[name] / us for name, us in final.items())
     return {name: final.get(name, us / slower) for name, us in heats.items()}
 
 
-def time_sustained(graph: Captured, once_us: float, seconds: float = 1.0) -> Sustained:
-    """Time per replay, back to back, so that clocks settle at the power limit."""
+def time_sustained(
+    graph: Captured, once_us: float, seconds: float, meter: AbstractContextManager | None = None
+) -> float:
+    """Microseconds per replay, back to back, so that clocks settle at the power limit; `meter` is entered meanwhile."""
     replays = max(1, round(seconds * 1e6 / once_us))
     for _ in range(replays // 3):
         graph.replay()
-    with PowerMeter() as meter:
-        us = _elapsed_us(*_between_events(graph.replay, replays)) / replays
-    return Sustained(us, None if meter.watts is None else meter.watts * us / 1e3)
+    with meter or nullcontext():
+        return _elapsed_us(*_between_events(graph.replay, replays)) / replays
 
 
 def _between_events(call: Callable[[], object], times: int = 1) -> tuple[torch.cuda.Event, torch.cuda.Event]:

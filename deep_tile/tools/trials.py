@@ -1,6 +1,6 @@
 """Trials for `tune`: a bucket's GEMM on random operands, with any config, and its error.
 
-Called by tune.py. Invariant: after `spoil` the result is wrong, so an earlier result never passes for a later one.
+Invariant: after `spoil` the result is wrong, so an earlier result never passes for a later one.
 """
 
 import random
@@ -51,7 +51,6 @@ class Trial(NamedTuple):
 
 
 def trial_of(problem: GemmProblem, device: str = "cuda") -> Trial:
-    """The trial for a bucket, grouped or not."""
     return {"none": _dense, "k_offs": _gradients}.get(problem.grouping, _rows)(problem, device)
 
 
@@ -76,7 +75,6 @@ def _dense(problem: GemmProblem, device: str) -> Trial:
 
 
 def _rows(problem: GemmProblem, device: str) -> Trial:
-    """A row-grouped trial."""
     kind, sizes, by_counts = problem.product, sizes_of(problem), problem.groups.layout == "counts"
     rows = len(sizes) * max(sizes) if by_counts else sum(sizes)
     of_rows, of_groups = _grouped_operands(problem, rows, device)

@@ -1,7 +1,7 @@
 """The search for the fastest configs on the current GPU: `python -m deep_tile tune`.
 
-Called by cli.py. Compiles candidates, checks their results (trials.py), times them alternately (timing.py), and stores
-the winners (tuned.py), which the selector then prefers. Invariant: a config with a wrong result is never kept.
+Compiles candidates, checks their results (trials.py), times them alternately (timing.py), and stores the winners
+(tuned.py), which the selector then prefers. Invariant: a config with a wrong result is never kept.
 """
 
 import os
@@ -85,18 +85,11 @@ def tune(
 def tune_groups(
     layout: str, count: int, rows: Iterable[int], n: int, k: int, *, kind: str = "fp8", repeats: int, track: Track
 ) -> list[Tuned]:
-    """Search grouped buckets on the current device; nothing is stored.
+    """`tune` for groups: `count` of them with so many `rows` in the mean, and weights [n, k].
 
     Args:
         layout: one of `kinds.GROUPINGS` except "none"; with "k_offs" gradients are added to `out`.
-        count, rows: group count, and mean rows per group.
-        n, k: each group's weight sizes.
         kind: a name in `kinds.FAMILIES`; "fp8" for gradients.
-        repeats: samples per config that may be the fastest.
-
-    Raises:
-        ValueError: sizes that grouped products do not take.
-        RuntimeError: no config computed a product right.
     """
     return _search([_group_bucket(layout, count, mean, n, k, kind) for mean in rows], False, repeats, track)
 
@@ -111,7 +104,7 @@ def _search(problems: Sequence[GemmProblem], wide: bool, repeats: int, track: Tr
 
 
 def store(results: Sequence[Tuned]) -> str:
-    """Store the choices for this GPU model; returns where, in words. Raises OSError as `tuned.store` does."""
+    """Store the choices for this GPU model; returns where. Raises OSError as `tuned.store` does."""
     properties = _properties()
     found = {bucket_key(result.problem): result.choice for result in results}
     path = tuned.store(properties.name, properties.multi_processor_count, found)

@@ -1,8 +1,8 @@
 """An expert layer in FP8, with gradients.
 
-Called by users. Tokens are sorted by expert; each expert's rows start at a multiple of 128, and padding rows hold
-arbitrary bytes that no GEMM or cast reads. Six grouped GEMMs for any group sizes, without host synchronisation: two
-forward, two dgrad, two wgrad. Each tensor is read by one cast, which makes all its operands, as in linear.py.
+Tokens are sorted by expert; each expert's rows start at a multiple of 128, and padding rows hold arbitrary bytes that
+no GEMM or cast reads. Six grouped GEMMs for any group sizes, without host synchronisation: two forward, two dgrad, two
+wgrad. Each tensor is read by one cast, which makes all its operands, as in linear.py.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Weights that FSDP2 gathers as FP8: each rank casts its rows, and bytes and scales are sent in the place of BF16.
 
-Called by users and products.py. FSDP2 asks a parameter's own class what to gather, by `fsdp_pre_all_gather` and
-`fsdp_post_all_gather`. Where blocks of 128 rows lie in one rank each, codes are those that one process makes.
+FSDP2 asks a parameter's own class what to gather, by `fsdp_pre_all_gather` and `fsdp_post_all_gather`. Where blocks of
+128 rows lie in one rank each, codes are those that one process makes.
 """
 
 from collections.abc import Iterable

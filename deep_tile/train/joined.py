@@ -1,10 +1,9 @@
 """Small layers: what linear.py does call by call, in one call into C for each pass, which launches its three kernels.
 
-Called by linear.py, and by mlp.py for MLPs of small layers. There the host takes longer to enqueue a small layer than
-the GPU to work on it. The kernels are the same, and the bits. Codes and scales lie in two tensors, one that the
-backward pass needs and one that it does not. Of several layers on one input the first casts it, and has the codes; each
-has a call of its own. Small weights are cast in each forward pass: to look for casts that are kept takes the host
-longer.
+There the host takes longer to enqueue a small layer than the GPU to work on it. The kernels are the same, and the bits.
+Codes and scales lie in two tensors, one that the backward pass needs and one that it does not. Of several layers on one
+input the first casts it, and has the codes; each has a call of its own. Small weights are cast in each forward pass: to
+look for casts that are kept takes the host longer.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,9 @@
 """Linear layers with gradients in FP8: forward, dgrad and wgrad, as functions.
 
-Called by users and layers.py. The three GEMMs follow the DeepSeek-V3 report, 3.3: y = x w^T and dx = dy w with 1x128
-and 128x128 scales, dw = dy^T x with 1x128 scales along tokens, by default 128x128 for x. Each tensor is read by one
-cast, which makes all its operands: x along k and along tokens, the weight and its transpose, dy along n and along
-tokens. x is kept for the backward pass as its codes along tokens.
+The three GEMMs follow the DeepSeek-V3 report, 3.3: y = x w^T and dx = dy w with 1x128 and 128x128 scales, dw = dy^T x
+with 1x128 scales along tokens, by default 128x128 for x. Each tensor is read by one cast, which makes all its operands:
+x along k and along tokens, the weight and its transpose, dy along n and along tokens. x is kept for the backward pass
+as its codes along tokens.
 """
 
 from collections.abc import Iterable, Sequence

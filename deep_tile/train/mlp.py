@@ -1,7 +1,7 @@
 """A transformer's MLP as one function: both GEMMs and SwiGLU between them, in FP8, with gradients.
 
-Called by users. Separate layers would keep gate, up, silu(gate), h and its codes; this function keeps only gate and up,
-in BF16 or FP8. The backward pass recomputes the rest in one read (gated.py).
+Separate layers would keep gate, up, silu(gate), h and its codes; this function keeps only gate and up, in BF16 or FP8.
+The backward pass recomputes the rest in one read (gated.py).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Linear layers over DTensors: each rank casts and multiplies its own part, as in torch's tensor-parallel styles.
 
-Called by layers.py. Scales are of a rank's part: blocks of 128 begin where it begins. Communication equals a BF16
-layer's under DTensor.
+Scales are of a rank's part: blocks of 128 begin where it begins. Communication equals a BF16 layer's under DTensor.
 """
 
 import sys

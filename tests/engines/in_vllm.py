@@ -6,6 +6,7 @@ compile cache's key is another one than without deep_tile.
 import json
 import os
 import sys
+from collections.abc import Iterator
 
 import models
 import reference
@@ -17,10 +18,10 @@ from vllm.compilation.caching import aot_compile_hash_factors
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader import get_model, reload
 from vllm.v1.worker.workspace import init_workspace_manager
 
-from deep_tile import dequantize
+from deep_tile import dequantize, quantize_weight
 from deep_tile.integrations import vllm as plugin
 from deep_tile.integrations.vllm_experts import DeepTileBatchedExperts, DeepTileExperts
 from deep_tile.integrations.vllm_linear import DeepTileFp8BlockScaledMMKernel
@@ -151,6 +152,33 @@ def of_mxfp4_layer(layer) -> dict:
     return found
 
 
+def of_reloaded(config, model, kind: str) -> float:
+    """Error of experts whose weights are replaced while vLLM serves; by the kernel that CUDA graphs hold."""
+    layer, matrices = model.model.layers[0].mlp.experts, {}
+    kernel = layer._quant_method.moe_kernel
+
+    def checkpoint() -> Iterator[tuple[str, torch.Tensor]]:
+        for expert in range(8):
+            for name, n, k in (("gate", 128, 256), ("up", 128, 256), ("down", 256, 128)):
+                at, suffix = f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight", "_scale"
+                if kind == "experts":
+                    codes, scale = quantize_weight(torch.randn(n, k) * models.STD)
+                    wide, suffix = dequantize(codes, scale, block=(128, 128)), "_scale_inv"
+                else:
+                    codes, scale = torch.randint(256, (n, k // 2)).byte(), torch.randint(112, 122, (n, k // 32)).byte()
+                    (wide,) = reference.wide(codes[None], scale[None])
+                matrices[expert, name] = wide
+                yield at, codes
+                yield at + suffix, scale
+
+    reload.initialize_layerwise_reload(model)
+    model.load_weights(checkpoint())
+    reload.finalize_layerwise_reload(model, config.model_config)
+    up = [torch.cat([matrices[expert, "gate"], matrices[expert, "up"]]) for expert in range(8)]
+    down, x = [matrices[expert, "down"] for expert in range(8)], torch.randn(5, 256, dtype=torch.bfloat16)
+    return of_experts(kernel, layer.routed_experts, x, (up, down), (torch.zeros(8, 1),) * 2)
+
+
 def main(folder: str, kind: str) -> None:
     type(platforms.current_platform).dispatch_key = "CPU"
     config, model = make_model(folder, kind)
@@ -158,6 +186,8 @@ def main(folder: str, kind: str) -> None:
     layer = model.model.layers[0]
     with torch.inference_mode(), set_current_vllm_config(config):
         found |= of_mxfp4_layer(layer) if kind in models.OF_MXFP4 else of_layer(config, layer, kind)
+        if kind in ("experts", "mxfp4") and found["experts"].startswith("DeepTile"):
+            found["error_of_reloaded"] = of_reloaded(config, model, kind)
         keys = [aot_compile_hash_factors(config), plugin.unregister(), aot_compile_hash_factors(config)]
     found["has_own_key"] = keys[0] != keys[-1]
     print("FOUND", json.dumps(found))
