@@ -73,8 +73,11 @@ class Linear(torch.nn.Module):
         Raises:
             TypeError, ValueError: as `quantize_weight`.
         """
-        if not isinstance(getattr(linear, "weight", None), torch.Tensor):
-            raise TypeError(f"linear is {linear!r}, a {type(linear).__name__}; pass a torch.nn.Linear")
+        if not isinstance(linear, torch.nn.Linear):  # others hold other weights, such as transposed ones
+            raise TypeError(
+                f"linear is {linear!r}, a {type(linear).__name__}; pass a torch.nn.Linear, or a weight [n, k] of "
+                "deep_tile.quantize_weight to from_fp8"
+            )
         wanted = {name: options[name] for name in ("amax_floor", "round_scale", "exact") if name in options}
         b, b_scale = quantize_weight(linear.weight.detach(), **wanted)
         layer = cls.from_fp8(b, b_scale, linear.bias, **options)
@@ -112,7 +115,7 @@ class Linear(torch.nn.Module):
         elif global_scale is not None:
             raise ValueError("global_scale is given without a format: pass format='nvfp4'")
         _check_weight(weight, weight_scale_inv)
-        _check_bias(bias, weight.shape[0])
+        packed_layers.check_bias("bias", bias, weight.shape[:1])
         layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta", **options)
         layer.weight = _frozen(tensors.with_aligned_rows(weight.detach()))
         layer.weight_scale_inv = _frozen(tensors.as_float32(weight_scale_inv.detach()))
@@ -205,6 +208,11 @@ class Linear(torch.nn.Module):
                 f"{prefix}weight is {weight.dtype}, and this layer's is {FP8_DTYPE}: load it into a torch.nn.Linear, "
                 "then convert that with deep_tile.nn.Linear.from_float"
             )
+        elif scale is not None and scale.dtype not in tensors.SCALE_DTYPES:  # torch would take bytes for numbers
+            raise TypeError(
+                f"{ours} is {scale.dtype}; it must be {tensors.SCALE_NAMES}. To fix: "
+                f"{tensors.scale_remedy(ours, scale)}"
+            )
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mend()
 
@@ -279,15 +287,6 @@ def _refuse_foreign(x: object, weight: object) -> None:
             "replace_linears, by wanted=, or "
             "make another layer of that weight, with deep_tile.nn.Linear.from_float"
         )
-
-
-def _check_bias(bias: object, n: int) -> None:
-    if bias is None:
-        return
-    tensors.require_dtypes({"bias": (torch.bfloat16, torch.float16, torch.float32)}, {"bias": ", or None"}, bias=bias)
-    tensors.require_dense(bias=bias)
-    if tuple(bias.shape) != (n,):
-        raise ValueError(f"bias is {list(bias.shape)}; it must be [{n}], a number for each row of weight")
 
 
 def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:

@@ -184,7 +184,9 @@ def zeros(shape: tuple[int, ...], format: str, device: torch.device | str | None
     kind, k_blocks = PACKED[format], _k_blocks(k)
     of_scale = shape_of_scale(kind, n, k)
     weight = torch.zeros(*leading, n, k_blocks * kind.packing.row_bytes, dtype=torch.uint8, device=device)
-    return Packed(weight, torch.zeros(*leading, *of_scale, device=device))
+    if kind.name == "int4":  # along n, as pack_weight's
+        return Packed(weight, torch.zeros(*leading, *of_scale[::-1], dtype=torch.float32, device=device).mT)
+    return Packed(weight, torch.zeros(*leading, *of_scale, dtype=torch.float32, device=device))
 
 
 def kind_of(weight: torch.Tensor, k: int) -> Kind | None:

@@ -35,6 +35,29 @@ class _Layer(torch.nn.Module):
 
         return super()._apply(keep_dtype, recurse)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Saves dense tensors, as files need: INT4's scales lie along n. `keep_vars` asks for the parameters."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if keep_vars else [name for name in self._parameters if name.endswith("_scale")]:
+            destination[prefix + name] = destination[prefix + name].contiguous()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """Takes weights and scales in their dtypes alone, since torch would convert numbers, and lays them out as ours:
+        a file that is mapped into memory puts them at any address."""
+        for name, own in self._parameters.items():
+            given = state_dict.get(prefix + name)
+            if own is None or name.endswith("bias") or not isinstance(given, torch.Tensor):
+                continue
+            known = (own.dtype,) if own.dtype == torch.uint8 else tensors.SCALE_DTYPES
+            remedy = ", as deep_tile.pack_weight makes it: make the layer with from_codes of a checkpoint's weight"
+            tensors.require_dtypes({prefix + name: known}, {prefix + name: remedy}, **{prefix + name: given})
+            if given.shape != own.shape or not tensors.is_plain(given):
+                continue
+            if given.dtype != own.dtype or given.stride() != own.stride() or not tensors.is_aligned(given):
+                laid_out = torch.empty_like(own, device=given.device, requires_grad=False)
+                state_dict[prefix + name] = laid_out.copy_(given.detach())
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
 
 class PackedLinear(_Layer):
     """`torch.nn.Linear` with a 4-bit weight: casts its input to FP8 and calls `packed_gemm`.
@@ -87,7 +110,7 @@ class PackedLinear(_Layer):
             options: keywords for `packed_gemm`.
 
         Raises:
-            TypeError, ValueError: as `pack_weight`; or the weight is no matrix.
+            TypeError, ValueError: as `pack_weight`; the weight is no matrix, or the bias does not fit.
         """
         made = packed.pack_weight(weight, scale, format=format, global_scale=global_scale, max_error=max_error)
         if made.weight.dim() != 2:
@@ -96,6 +119,7 @@ class PackedLinear(_Layer):
             )
         layer = cls(0, 0, bias=False, device="meta", **options)
         layer.in_features, layer.out_features = _k_of(weight, scale), made.weight.shape[0]
+        check_bias("bias", bias, (layer.out_features,))
         layer._give("weight", *made, bias)
         return layer
 
@@ -180,17 +204,21 @@ class PackedExperts(_Layer):
             limit, alpha, beta: as for `silu_mul_cast_to_fp8`; 7, 1.702 and 1 in gpt-oss.
 
         Raises:
-            TypeError, ValueError: as `pack_weight`; or the shapes of the weights do not fit together.
+            TypeError, ValueError: as `pack_weight`; or weights and biases do not fit together.
         """
         layer = cls(0, 0, 0, device="meta", limit=limit, alpha=alpha, beta=beta)
         if interleaved:
-            gate_up, gate_up_scale = _halves(gate_up), _halves(gate_up_scale)
-            gate_up_bias = None if gate_up_bias is None else _halves(gate_up_bias)
+            gate_up, gate_up_scale = _halves("gate_up", gate_up), _halves("gate_up_scale", gate_up_scale)
+            gate_up_bias = None if gate_up_bias is None else _halves("gate_up_bias", gate_up_bias)
+        factors = (None, None) if global_scales is None else global_scales
+        if not isinstance(factors, (tuple, list)) or len(factors) != 2:
+            raise TypeError(f"global_scales is {factors!r}; pass a pair, of gate_up and of down, or None")
         given = (("gate_up", gate_up, gate_up_scale, gate_up_bias), ("down", down, down_scale, down_bias))
-        for (name, weight, scale, bias), factor in zip(given, global_scales or (None, None), strict=True):
+        for (name, weight, scale, bias), factor in zip(given, factors, strict=True):
             made = packed.pack_weight(weight, scale, format=format, global_scale=factor, max_error=max_error)
+            check_bias(f"{name}_bias", bias, made.weight.shape[:-1])
             layer._give(name, *made, bias)
-        _check_experts(layer)
+        _check_experts(layer, _k_of(gate_up, gate_up_scale), _k_of(down, down_scale))
         return layer
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -248,8 +276,11 @@ def _k_of(weight: torch.Tensor, scale: torch.Tensor) -> int:
     return 2 * weight.shape[-1] * (weight.shape[-2] if in_packs else 1)
 
 
-def _halves(x: torch.Tensor) -> torch.Tensor:
+def _halves(name: str, x: torch.Tensor) -> torch.Tensor:
     """Reorder alternating rows [g, 2 * n, ...]: all even rows, then all odd ones."""
+    tensors.require_tensors(**{name: x})
+    if x.dim() < 2:
+        raise ValueError(f"{name} is {list(x.shape)}; with interleaved rows it must be [g, 2 * width, ...]")
     return torch.cat([x[:, ::2], x[:, 1::2]], 1)
 
 
@@ -270,21 +301,31 @@ def _check_routing(x: torch.Tensor, chosen: object, shares: object) -> None:
         raise ValueError(f"x, chosen and shares are {shapes}; they must be [t, hidden], [t, top_k] and [t, top_k]")
 
 
-def _check_experts(layer: PackedExperts) -> None:
-    shapes = [list(x.shape) for x in (layer.gate_up, layer.down)]
-    if layer.gate_up.dim() != 3 or layer.down.dim() != 3 or shapes[0][0] != shapes[1][0] or shapes[0][1] % 2:
+def _check_experts(layer: PackedExperts, hidden: int, width: int) -> None:
+    """Packed rows are whole K blocks and do not say how many elements they have."""
+    of_gate_up, of_down = (*layer.gate_up.shape[:-1], hidden), (*layer.down.shape[:-1], width)
+    if of_gate_up[1:] != (2 * width, hidden) or of_down != (of_gate_up[0], hidden, width):
         raise ValueError(
-            f"gate_up and down are {shapes} when packed; they must be of [g, 2 * width, k] and [g, n, width]"
+            f"gate_up and down have {list(of_gate_up)} and {list(of_down)} elements; they must be of [g, 2 * width, "
+            "hidden] and [g, hidden, width]"
         )
-    for bias, weight in ((layer.gate_up_bias, layer.gate_up), (layer.down_bias, layer.down)):
-        if bias is not None and bias.shape != weight.shape[:2]:
-            raise ValueError(f"a bias is {list(bias.shape)}; its weight has {list(weight.shape[:2])} experts and rows")
-    packed.name_of(layer.down, layer.gate_up.shape[1] // 2)
+
+
+def check_bias(name: str, bias: object, shape: tuple[int, ...]) -> None:
+    """Raise unless it is None or a dense bias of a weight [*shape, k]."""
+    if bias is None:
+        return
+    tensors.require_dtypes({name: _WIDE}, {name: ", or None"}, **{name: bias})
+    tensors.require_dense(**{name: bias})
+    if tuple(bias.shape) != tuple(shape):
+        raise ValueError(f"{name} is {list(bias.shape)}; it must be {list(shape)}, a number for each row of weight")
 
 
 def with_bias(y: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor) -> torch.Tensor:
     """`y` [rows, n] with each row's expert's bias [g, n], added in place; rows of no expert get any."""
     if bias is None:
         return y
+    if bias.device != y.device:  # torch adds nothing where one is on meta
+        raise ValueError(f"bias is on {bias.device} but x is on {y.device}; move or load the layer as a whole")
     expert = torch.searchsorted(offs, torch.arange(len(y), device=y.device, dtype=offs.dtype), right=True)
     return y.add_(bias.index_select(0, expert.clamp_(max=len(bias) - 1)))

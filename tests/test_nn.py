@@ -204,6 +204,9 @@ def test_wrong_checkpoints_are_refused(layer):
         layer.load_state_dict(state | {"weight_scale_inv": state["weight_scale_inv"].double()})
     with pytest.raises(ValueError, match=r"weight_scale_inv .*one scale for each 128x128 block"):
         layer.load_state_dict(state | {"weight_scale_inv": torch.ones(7, 7, device=layer.weight.device)})
+    with pytest.raises(TypeError, match=r"uint8; it must be .*weight_scale_inv\.view\(torch.float8_e8m0fnu\)"):
+        alone = {"weight_scale_inv": torch.full_like(state["weight_scale_inv"], 127).byte()}  # of a file without weight
+        layer.load_state_dict(alone, strict=False)
     with pytest.raises(RuntimeError, match="Missing key.*weight_scale_inv"):
         layer.load_state_dict({"weight": state["weight"], "bias": state["bias"]})
     assert torch.equal(layer.weight.float(), before)

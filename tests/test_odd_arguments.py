@@ -392,6 +392,9 @@ def test_a_layer_that_could_not_run_is_not_made():
     assert type(model[0]) is torch.nn.Linear
     with pytest.raises(TypeError, match="bias is a tensor of torch.float64"):
         nn.Linear.from_float(linear)
+    for other in (torch.nn.Embedding(16, 16), nn.Linear(16, 16), None):  # GPT-2's Conv1D has its weight transposed
+        with pytest.raises(TypeError, match=f"a {type(other).__name__}; pass a torch.nn.Linear"):
+            nn.Linear.from_float(other)
 
 
 def test_layers_that_are_not_made_yet_stay():

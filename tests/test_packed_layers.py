@@ -66,6 +66,35 @@ def test_layers_are_saved_loaded_and_converted(name):
     assert all(torch.equal(one, two) for one, two in zip(more.parameters(), experts.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@each_format
+def test_files_have_layers(tmp_path, name, assign):
+    """Which want dense tensors, and put them at any address. Scales lie along n afterwards, as pack_weight's."""
+    files = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    layer, x = linear(name), torch.randn(3, 352).bfloat16()
+    files.save_file(layer.state_dict(), tmp_path / "layer")
+    other = nn.PackedLinear(352, 48, format=name, dtype=torch.bfloat16)
+    other.load_state_dict(files.load_file(tmp_path / "layer"), assign=assign)
+    assert torch.equal(other(x), layer(x)) and other.weight_scale.stride() == layer.weight_scale.stride()
+
+
+def test_numbers_in_other_dtypes_are_not_loaded():
+    """Bytes of exponents are no scales, and torch copies them as if they were."""
+    state = linear().state_dict()
+    for name, other in (("weight_scale", torch.uint8), ("weight", torch.float32)):
+        with pytest.raises(TypeError, match=rf"{name} is a tensor of {other}; .* from_codes of a checkpoint's weight"):
+            linear().load_state_dict(state | {name: state[name].to(other)})
+
+
+def test_a_bias_elsewhere_is_refused():
+    """torch adds nothing of one on meta, such as a checkpoint without biases leaves there."""
+    layer = make_experts()
+    layer.down_bias = torch.nn.Parameter(layer.down_bias.to("meta"), requires_grad=False)
+    x, chosen = torch.randn(3, layer.down.shape[1]).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="bias is on meta but x is on cpu"):
+        layer(x, chosen, torch.ones(3, 1))
+
+
 @each_format
 def test_experts_are_those_in_turn(name):
     layer = make_experts(name)
@@ -112,6 +141,12 @@ def test_kernels_are_made_ready():
     ]
 
 
+def two_experts(*biases, **options):
+    return nn.PackedExperts.from_codes(
+        *drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 64, 16))[0], *biases, **options
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
@@ -127,17 +162,32 @@ def test_kernels_are_made_ready():
         (
             lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 64, 288))[0]),
             ValueError,
-            "pack_weight",
+            r"\[2, 32, 64\] and \[2, 64, 288\] elements; they must be of",
+        ),
+        (  # within one K block, whose packed rows have equal bytes
+            lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 64, 32))[0]),
+            ValueError,
+            r"\[2, 32, 64\] and \[2, 64, 32\] elements; they must be of",
+        ),
+        (
+            lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 80, 16))[0]),
+            *(ValueError, "they must be of"),
         ),
         (
             lambda: nn.PackedExperts.from_codes(
                 *drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 64, 32))[0], torch.zeros(2, 31)
             ),
             ValueError,
-            "a bias is",
+            r"gate_up_bias is \[2, 31\]; it must be \[2, 32\]",
         ),
+        (lambda: two_experts(torch.zeros(2, 32).int()), TypeError, "gate_up_bias is a tensor of torch.int32"),
+        (lambda: two_experts([0.0]), TypeError, "gate_up_bias is a list"),
+        (lambda: two_experts([0.0], interleaved=True), TypeError, "gate_up_bias must be a torch.Tensor; got list"),
+        (lambda: two_experts(torch.zeros(32), interleaved=True), ValueError, r"gate_up_bias is \[32\]; with"),
+        (lambda: two_experts(torch.zeros(2, 32).to_sparse()), TypeError, "gate_up_bias"),
+        (lambda: two_experts(global_scales=2.0), TypeError, "global_scales is 2.0; pass a pair"),
+        (lambda: nn.PackedLinear.from_codes(*drawn("mxfp4", (16, 64))[0], [0.0] * 16), TypeError, "bias is a list"),
     ],
-    ids=["rows", "format", "sizes", "matrices", "experts", "width", "bias"],
 )
 def test_what_is_no_layer_is_refused(make, error, match):
     with pytest.raises(error, match=match):
