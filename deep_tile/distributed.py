@@ -134,6 +134,7 @@ def shard_weight(
             f"weight is {weight.dtype} {list(weight.shape)} and weight_scale_inv {list(weight_scale_inv.shape)}; they "
             f"must be {quantize.FP8_DTYPE} [..., n, k] and {list(wanted)}. deep_tile.to_blocks re-bases other formats"
         )
+    tensors.require_scale_dtype("weight_scale_inv", weight_scale_inv)
     check_shardable(*weight.shape[-2:], ranks, style)
     if as_int(rank) is None or not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank!r}; it must be from 0 to {ranks - 1}")

@@ -208,11 +208,8 @@ class Linear(torch.nn.Module):
                 f"{prefix}weight is {weight.dtype}, and this layer's is {FP8_DTYPE}: load it into a torch.nn.Linear, "
                 "then convert that with deep_tile.nn.Linear.from_float"
             )
-        elif scale is not None and scale.dtype not in tensors.SCALE_DTYPES:  # torch would take bytes for numbers
-            raise TypeError(
-                f"{ours} is {scale.dtype}; it must be {tensors.SCALE_NAMES}. To fix: "
-                f"{tensors.scale_remedy(ours, scale)}"
-            )
+        elif scale is not None:  # whose bytes torch would take for numbers
+            tensors.require_scale_dtype(ours, scale)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mend()
 
@@ -225,7 +222,7 @@ class Linear(torch.nn.Module):
     def _mended(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Weight and scale, as set by others, in the form that GEMMs take; None if nothing needs or allows a fix."""
         weight, scale = _as_codes(self.weight), self.weight_scale_inv
-        if weight is None or not isinstance(scale, torch.Tensor):
+        if weight is None or not isinstance(scale, torch.Tensor) or not scale.is_floating_point():
             return None
         weight, scale = _with_aligned_rows(weight), scale.float()
         return None if weight is self.weight and scale is self.weight_scale_inv else (weight, scale)
@@ -366,9 +363,10 @@ def replace_linears(
 
 def _replacement(layer: torch.nn.Linear, shared: dict[object, Linear], options: dict[str, Any]) -> Linear:
     """A layer's replacement; `shared` holds those made so far, by their wide weights."""
-    first = shared.get(replaceable.weight_key(layer.weight))
+    key = (replaceable.weight_key(layer.weight), layer.weight.shape, layer.weight.stride())  # not its transpose
+    first = shared.get(key)
     if first is None:
-        replacement = shared[replaceable.weight_key(layer.weight)] = Linear.from_float(layer, **options)
+        replacement = shared[key] = Linear.from_float(layer, **options)
     else:
         replacement = Linear.from_fp8(first.weight, first.weight_scale_inv, layer.bias, **options).train(layer.training)
         replacement.weight, replacement.weight_scale_inv = first.weight, first.weight_scale_inv

@@ -110,6 +110,13 @@ def scale_remedy(name: str, scale: torch.Tensor) -> str:
     return "pass the scale that the operand was quantised with"
 
 
+def require_scale_dtype(name: str, scale: torch.Tensor) -> None:
+    """Raise TypeError unless calls take a scale of this dtype."""
+    if scale.dtype not in SCALE_DTYPES:
+        remedy = scale_remedy(name, scale)
+        raise TypeError(f"{name} is {scale.dtype}; it must be {SCALE_NAMES}. To fix: {remedy}")
+
+
 def operand_remedy(
     name: str, x: torch.Tensor, known: Collection[torch.dtype], takers: Mapping[torch.dtype, str], if_wide: str
 ) -> str:

@@ -254,6 +254,8 @@ def test_shards_that_do_not_fit(change, kind, message):
         arguments = {"weight": good["weight"], "weight_scale_inv": torch.ones(1, 2), "rank": 1, "ranks": 2}
         with pytest.raises(ValueError, match=next(iter(wrong))):
             shard_weight(**{**arguments, "style": "row"} | wrong)
+    with pytest.raises(TypeError, match="weight_scale_inv is torch.uint8; it must be torch.float32"):
+        shard_weight(**{**arguments, "style": "row", "weight_scale_inv": torch.ones(1, 2).byte()})
 
 
 class Mesh(tuple):

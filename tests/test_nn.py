@@ -185,6 +185,14 @@ def test_weights_that_somebody_sets(layer, how, layout):
         assert_same_layer(changed.to(x.device), layer)
 
 
+def test_bytes_of_exponents_are_no_scale(layer):
+    """Neither in a call nor after a conversion."""
+    set_parameter(layer, "weight_scale_inv", torch.full_like(layer.weight_scale_inv, 127).byte())
+    for changed in (layer, copy.deepcopy(layer).bfloat16()):
+        with pytest.raises(TypeError, match=r"b_scale must be .*uint8.*\.view\(torch.float8_e8m0fnu\)"):
+            changed(draw(layer, 5))
+
+
 def test_another_weight_is_refused(layer):
     """A tied embedding leaves such a weight; an input cast to the weight's dtype is refused as well."""
     x = draw(layer, 5)

@@ -203,6 +203,16 @@ def test_hooks_go_along():
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x.view(48, 64)], ids=["transpose", "other shape"])
+def test_layers_of_one_memory_have_their_own_weights(view):
+    """An autoencoder's second half may be the transpose of its first."""
+    model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Linear(64, 48)).eval().requires_grad_(False)
+    model[1].weight.data = view(model[0].weight.data)
+    wanted, x = [nn.Linear.from_float(layer) for layer in model], torch.randn(3, 48)
+    assert nn.replace_linears(model) == 2
+    assert torch.equal(model[0](x), wanted[0](x)) and torch.equal(model(x), wanted[1](wanted[0](x)))
+
+
 def test_layers_that_share_a_weight_share_it():
     model = Calls(one=linear(), two=linear()).eval()
     model.two.weight = model.one.weight
