@@ -164,6 +164,8 @@ def test_converted_mlps_are_pickled_by_their_own_class():
     model, x = convert(nn.Sequential(Gated()), **ALL), torch.randn(5, 256)
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert type(other[0]) is type(model[0]) is not Gated and same_bits(other(x), model(x))
+    model[0].__class__ = type("Derived", (type(model[0]),), {})
+    assert same_bits(copy.deepcopy(model)(x), model(x))
 
 
 def test_what_is_registered_at_a_gated_mlp_is_called():

@@ -130,10 +130,12 @@ def in_turn(layer, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor)
 
 
 def agree(out: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether tokens agree: most to the rounding of BF16, each to that of FP8. A sum in another order can round the
-    largest hidden number of a token to another BF16; its codes all differ then, by 0.056 at most in 2,100 draws."""
+    """Whether tokens agree: most to less than FP8's rounding of 0.026, each to a few times that. A sum in another order
+    can round the largest hidden number of a token to another BF16; its codes all differ then, by 0.056 at most in 2,100
+    draws. Sums that keep 14 bits, as tensor cores' do, are off by 1.2e-4 and do so to one token in 26, and round others
+    to other codes: the median of 5 tokens is up to 0.010 then."""
     errors = sorted(relative_error(*token) for token in zip(out, expected, strict=True))
-    return errors[-1] < 0.1 and errors[(len(errors) - 1) // 2] < (0.005 if len(errors) > 4 else 0.1)
+    return errors[-1] < 0.1 and errors[(len(errors) - 1) // 2] < (0.015 if len(errors) > 4 else 0.1)
 
 
 def wide(layer, name: str) -> torch.Tensor:

@@ -120,7 +120,7 @@ class _Experts(torch.autograd.Function):
         gate_up = _product(a, a_scale, *up, routing.offs)
         share = _share_of_rows(shares, routing)
         hidden, hidden_scale = silu_mul_cast_to_fp8(gate_up, offs=routing.offs, **recipe.cast)
-        hidden_scale = (torch.mul if ops.is_in_mode() else torch.Tensor.mul_)(hidden_scale, share[:, None])
+        hidden_scale = hidden_scale * share[:, None] if ops.is_in_mode() else hidden_scale.mul_(share[:, None])
         ones = share.new_ones(()).expand(chosen.shape)
         rows_out = _product(hidden, hidden_scale, *down, routing.offs)
         weights = *kept_up, *kept_down

@@ -50,8 +50,8 @@ class _Mlp:
 
     def __reduce_ex__(self, protocol):
         """Names the class that the subclass was made of: only that one is found by its name."""
-        made, (first, base, *_) = super().__reduce_ex__(max(protocol, 2)), type(self).__bases__
-        return (_copied, (base,), *made[2:]) if first is _Mlp else made
+        made, bases = super().__reduce_ex__(max(protocol, 2)), type(self).__bases__
+        return (_copied, bases[1:], *made[2:]) if bases[0] is _Mlp else made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_gated(self) or is_sharded(x, self.gate_proj.weight):
