@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import same_bits
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import deep_tile
@@ -509,6 +510,16 @@ def test_a_layer_with_gradients_is_exported_for_any_tokens(tokens):
     with torch.no_grad():
         for x in (torch.randn(rows, 128).bfloat16() for rows in (1, 31, 200)):
             assert torch.equal(exported(x), layer(x))
+
+
+def test_changing_tokens_take_few_graphs():
+    """Fewer than torch's limit, behind which a layer runs in eager mode; docs/training.md says which."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear, backend=counter, fullgraph=True)
+    for tokens in (100, 1, 37, 64, 130, 144, 2, 16, 17, 128, 129, 256, 400):
+        x, *parameters, dy = make_layer((tokens, 136), n=48)
+        assert_all_equal(trained(compiled, x, *parameters, dy), defined(x, *parameters, dy))
+    assert counter.frame_count <= 6 < torch._dynamo.config.recompile_limit
 
 
 @pytest.mark.parametrize("layers", [1, 2])
