@@ -95,9 +95,9 @@ def pack_weight(
 
     Raises:
         TypeError: a tensor or number has another type or dtype.
-        ValueError: shapes fit no such format; n is not a multiple of 16; a scale is NaN, infinite, negative, or, for
-            MXFP4, not a power of two; a row would change by more than `max_error`; or INT4 scales differ within 128
-            elements of a row.
+        ValueError: shapes fit no such format; n is not a multiple of 16; a scale is NaN or infinite, for NVFP4
+            negative, for MXFP4 no power of two; a row would change by more than `max_error`; or INT4 scales differ
+            within 128 elements of a row.
     """
     weight, scale = blocks.checked(weight, scale)
     source = formats.source_of(weight, scale, format, (0, 0), global_scale)
