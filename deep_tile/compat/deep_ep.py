@@ -1,7 +1,9 @@
 """DeepEP's layouts, which deep_tile's grouped GEMMs take directly: no row is moved, nothing is padded.
 
-`offs`. With `expert_alignment=1`, which DeepGEMM cannot take, experts follow each other without a gap. The low latency
-layout [experts, tokens, k] needs nothing from here: its counts are `counts`.
+They are the results of `ElasticBuffer.dispatch(..., do_expand=True)`: rows sorted by expert, and the handle's
+`psum_num_recv_tokens_per_expert`, each expert's end row, i.e. `offs`. With `expert_alignment=1`, which DeepGEMM cannot
+take, experts follow each other without a gap. The low latency layout [experts, tokens, k] needs nothing from here: its
+counts are `counts`.
 """
 
 import torch
