@@ -180,6 +180,12 @@ def growth(before: dict[str, int]) -> dict[str, int]:
     return {name: used - before[name] for name, used in used_bytes().items()}
 
 
+def assert_device_grew(grown: dict[str, int], at_most: int) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("all else held; the GPU's memory is that of every process, so it is checked without -n alone")
+    assert grown["device"] <= at_most, grown
+
+
 def test_warm_calls_take_no_memory():
     operands, out = operands_on_gpu(), dense_out()
     multiply = prepare(*operands, out)
@@ -194,7 +200,8 @@ def test_warm_calls_take_no_memory():
     before = used_bytes()
     run(34_000)
     grown = growth(before)
-    assert grown["host"] < 1 << 20 and grown["device"] == grown["tensors"] == 0, grown
+    assert grown["host"] < 1 << 20 and grown["tensors"] == 0, grown
+    assert_device_grew(grown, at_most=0)
 
 
 def test_many_signatures_take_bounded_memory(monkeypatch):
@@ -211,9 +218,10 @@ def test_many_signatures_take_bounded_memory(monkeypatch):
                 work = operands._replace(a=operands.a[:m], a_scale=operands.a_scale[:m])
                 fp8_gemm(*work, out[:m], config=config, num_sms=num_sms, pdl=pdl)
     grown = growth(before)
-    assert grown["host"] < 200 << 20 and grown["device"] < 16 << 20 and grown["tensors"] <= 0, grown
+    assert grown["host"] < 200 << 20 and grown["tensors"] <= 0, grown
     assert sum(len(launches) for _, launches in FP8_GEMM.launches.values()) <= launches.MAX_SIGNATURES
     assert_accurate(fp8_gemm(*operands, out), exact_product(operands))
+    assert_device_grew(grown, at_most=16 << 20)
 
 
 # Forked processes and dead contexts.

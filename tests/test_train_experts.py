@@ -76,7 +76,9 @@ def test_output_and_gradients(device, sizes):
 def test_gpu_computes_what_the_cpu_does(sizes):
     arguments, dy = draw(*sizes), torch.randn(sizes[0], sizes[1]).bfloat16()
     on_cpu, on_gpu = (step(train.experts, on(device, arguments), dy.to(device)) for device in ("cpu", "cuda"))
-    assert all(relative_error(x.cpu(), y) < 0.01 for x, y in zip(on_gpu, on_cpu, strict=True))
+    # A sum in another order can round the largest hidden number of a token to another BF16; its codes all differ then.
+    bound = 0.01 if sizes[0] > 1 else 0.1
+    assert all(relative_error(x.cpu(), y) < bound for x, y in zip(on_gpu, on_cpu, strict=True))
 
 
 @pytest.mark.gpu

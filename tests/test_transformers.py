@@ -254,9 +254,10 @@ def test_other_gpus_are_not_taken(monkeypatch):
 
 # ---- a model
 
-NOISE = {"cpu": 1e-3, "cuda": 0.2}
+NOISE = {"cpu": 1e-3, "cuda": 0.4}
 """Between a compiled model's logits and an eager one's: where a compiler rounds to BF16 less often, elements of inputs
-fall to the other side between two FP8 numbers, and change the logits as quantising them does."""
+fall to the other side between two FP8 numbers, and change the logits as quantising them does: by 0.22 at most in what
+was drawn. Logits of another model are off by 1.4."""
 
 
 @pytest.fixture(scope="module")

@@ -618,7 +618,7 @@ def test_wrong_results_are_left_out(monkeypatch):
 
 @pytest.mark.gpu
 def test_refuses_what_cannot_be_multiplied():
-    with pytest.raises(ValueError, match="shape 0x128x128: sizes must be positive"):
+    with pytest.raises(ValueError, match="shape 0x128x128: m is 0; sizes must be positive"):
         tune.tune([(0, 128, 128)], wide=False, repeats=2, track=lambda items, *_: items)
     assert torch.cuda.is_available()
 

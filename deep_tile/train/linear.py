@@ -90,7 +90,7 @@ def _linears(x, weights: tuple, biases: tuple, recipe: Recipe) -> tuple[torch.Te
         return _linears_eagerly(x, weights, biases, recipe)
     layers = check_once(x, weights, biases, recipe)
     x = in_autocast_dtype(x)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         (x,), weights, biases = detached(x), detached(*weights), detached(*biases)
     if layers is not None and joined.trains(x, weights):
         return joined.Joined.apply(x, layers, *weights, *biases)
@@ -102,6 +102,11 @@ def _linears(x, weights: tuple, biases: tuple, recipe: Recipe) -> tuple[torch.Te
 
 
 _linears_eagerly = torch.compiler.disable(_linears)
+
+
+def is_exporting() -> bool:
+    """torch.compiler.is_exporting(), which Dynamo holds to be true in compiled code as well before torch 2.13."""
+    return torch.compiler._is_exporting_flag
 
 
 def detached(*given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

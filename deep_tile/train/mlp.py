@@ -17,7 +17,7 @@ from deep_tile.gradients import once_differentiable
 from deep_tile.train import joined
 from deep_tile.train.casts import cast_gradient, cast_shared, with_aligned_rows
 from deep_tile.train.gathered import any_gathered
-from deep_tile.train.linear import as_tuple, check_once, detached, in_autocast_dtype, linear, linears
+from deep_tile.train.linear import as_tuple, check_once, detached, in_autocast_dtype, is_exporting, linear, linears
 from deep_tile.train.products import WIDE, cast_forward, dgrad, keep, main_grad_of, wgrad, with_leading
 from deep_tile.train.recipe import Recipe, check_tensors, checked_once, require
 
@@ -66,7 +66,7 @@ def mlp(
         gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
         return linear(F.silu(gate) * up, w_down, recipe=recipe)
     x, weights = in_autocast_dtype(x), (*first, w_down)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         (x,), weights = detached(x), detached(*weights)
     if layers is not None and _is_joined(x, weights, recipe):
         rows = tuple(weight.shape[0] for weight in first)
