@@ -369,7 +369,7 @@ def _define_paged(options, q, cache, weights, lengths, block_table, out) -> None
     clean, *_, n = options
     head_dim = q.shape[2]
     values, scales = cache.split((LOGITS_TILE * head_dim, LOGITS_TILE * SCALE_BYTES), dim=1)
-    values = values.view(torch.float8_e4m3fn).unflatten(1, (LOGITS_TILE, head_dim))
+    values = values.view(torch.uint8).unflatten(1, (LOGITS_TILE, head_dim))
     scales = scales.contiguous().view(torch.float32)
     length = lengths if lengths.dim() == 2 else lengths.clamp(min=0)[:, None] - torch.arange(n, device=q.device).flip(0)
     width = min(LOGITS_TILE * block_table.shape[1], out.shape[1])
@@ -377,7 +377,7 @@ def _define_paged(options, q, cache, weights, lengths, block_table, out) -> None
     for b, pages in enumerate(block_table):
         exists = (pages >= 0) & (pages < len(cache))
         page = torch.where(exists, pages, 0).long()
-        kv = values[page].view(torch.uint8) * exists[:, None, None]
+        kv = values[page] * exists[:, None, None]
         kv_scale = (scales[page] * exists[:, None]).flatten()
         part = slice(b * n, (b + 1) * n)
         logits = _defined(q[part], kv.view(torch.float8_e4m3fn).flatten(0, 1), kv_scale, weights[part])

@@ -7,13 +7,21 @@ Calls dense.py and grouped.py. Invariant: arguments mean what they mean in the f
 from collections.abc import Collection, Sequence
 
 import torch
-from torch.nn.functional import ScalingType, SwizzleType
+
+try:
+    from torch.nn.functional import ScalingType, SwizzleType
+except ImportError:
+    raise ImportError(
+        f"deep_tile.torch_compat has the names of torch 2.10's scaled GEMMs, and torch is {torch.__version__}: install "
+        "torch>=2.10, or call deep_tile.scaled_gemm, which needs no newer one"
+    ) from None
 
 from deep_tile import dense, finishes, grouped, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div
 
-_TENSOR, _ROWS = ScalingType.TensorWise, ScalingType.RowWise
-_TOKENS, _WEIGHTS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+# Names of recipes, since Dynamo of torch before 2.13 compares no members of these enums.
+_TENSOR, _ROWS = ScalingType.TensorWise.name, ScalingType.RowWise.name
+_TOKENS, _WEIGHTS = ScalingType.BlockWise1x128.name, ScalingType.BlockWise128x128.name
 _RECIPES = ((_TENSOR, _TENSOR), (_ROWS, _ROWS), (_TOKENS, _TOKENS), (_TOKENS, _WEIGHTS), (_WEIGHTS, _TOKENS))
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -61,7 +69,7 @@ def scaled_mm(
         TypeError, ValueError: an argument that is not as listed.
         RuntimeError: as `deep_tile.fp8_gemm`.
     """
-    recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
+    recipes = (_recipe("scale_recipe_a", scale_recipe_a), _recipe("scale_recipe_b", scale_recipe_b))
     _check_recipes(recipes, _RECIPES)
     _check_options(swizzle_a, swizzle_b, output_dtype, (*finishes.OUTPUT_NAMES, *_FP8, None))
     _check_contraction(contraction_dim, ((), (1, 0)), "mat_a is [m, k] and mat_b [k, n]")
@@ -83,7 +91,7 @@ def scaled_mm(
     return _saturated(out, result_dtype) if result_dtype in _FP8 else out
 
 
-def _multiply_blocks(a, a_scale, b, b_scale, recipe_of_b: ScalingType, **options) -> torch.Tensor:
+def _multiply_blocks(a, a_scale, b, b_scale, recipe_of_b: str, **options) -> torch.Tensor:
     is_fp8_gemm = recipe_of_b == _WEIGHTS and a.dtype == b.dtype == torch.float8_e4m3fn
     return (dense.fp8_gemm if is_fp8_gemm else dense.scaled_gemm)(a, a_scale, b, b_scale, **options)
 
@@ -130,7 +138,7 @@ def scaled_grouped_mm(
 
     Returns a contiguous tensor [s, n] or [g, m, n]. Raises as `scaled_mm`.
     """
-    recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
+    recipes = (_recipe("scale_recipe_a", scale_recipe_a), _recipe("scale_recipe_b", scale_recipe_b))
     _check_recipes(recipes, [(_ROWS, _ROWS), (_TOKENS, _WEIGHTS)])
     _check_options(swizzle_a, swizzle_b, output_dtype, tuple(finishes.OUTPUT_NAMES))
     _check_no_bias(bias)
@@ -176,7 +184,10 @@ def _check_no_bias(bias: object) -> None:
 
 def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object, known: tuple[torch.dtype, ...]) -> None:
     for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
-        if swizzle not in (None, [], ()) and _single(name, swizzle) != SwizzleType.NO_SWIZZLE:
+        if (
+            swizzle not in (None, [], ())
+            and getattr(_single(name, swizzle), "name", None) != SwizzleType.NO_SWIZZLE.name
+        ):
             raise ValueError(f"{name} is {swizzle}; scales on Hopper are not swizzled. Pass None")
     if output_dtype not in known:
         raise ValueError(
@@ -193,13 +204,17 @@ def _single(name: str, value: object) -> object:
     return value[0]
 
 
-def _check_recipes(recipes: tuple[object, object], known: Collection[tuple[ScalingType, ScalingType]]) -> None:
+def _recipe(name: str, value: object) -> str:
+    recipe = _single(name, value)
+    return recipe.name if isinstance(recipe, ScalingType) else repr(recipe)
+
+
+def _check_recipes(recipes: tuple[str, str], known: Collection[tuple[str, str]]) -> None:
     if recipes not in known:
-        names = " x ".join(getattr(recipe, "name", repr(recipe)) for recipe in recipes)
-        wanted = ", or ".join(f"{a.name} x {b.name}" for a, b in known)
+        wanted = ", or ".join(" x ".join(one) for one in known)
         raise ValueError(
-            f"scale_recipe_a x scale_recipe_b is {names}; deep_tile has {wanted}. Quantise so, or call torch's own "
-            "function"
+            f"scale_recipe_a x scale_recipe_b is {' x '.join(recipes)}; deep_tile has {wanted}. Quantise so, or "
+            "call torch's own function"
         )
 
 
@@ -261,7 +276,7 @@ def _check_bias(bias: object, rows_b: torch.Tensor) -> None:
         raise RuntimeError("bias requires a gradient, and scaled_mm has none: call within torch.no_grad()")
 
 
-def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) -> torch.Tensor:
+def _scale(letter: str, scale: object, recipe: str, rows: torch.Tensor) -> torch.Tensor:
     """The scale for [..., rows, k], from torch's layout for its recipe to ours."""
     if not isinstance(scale, torch.Tensor) or scale.dtype not in tensors.SCALE_DTYPES:
         is_tensor = isinstance(scale, torch.Tensor)
@@ -283,7 +298,7 @@ def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) 
         wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         is_transposed = scale.dim() > 1 and _is_one_of(scale.transpose(-1, -2).shape, shapes)
         remedy = f"It looks transposed: pass scale_{letter}.transpose(-1, -2)" if is_transposed else "Quantise so"
-        raise ValueError(f"scale_{letter} is {list(scale.shape)}; for {recipe.name} it must be {wanted}. {remedy}")
+        raise ValueError(f"scale_{letter} is {list(scale.shape)}; for {recipe} it must be {wanted}. {remedy}")
     return scale[..., :k_blocks, :].transpose(-1, -2) if recipe == _WEIGHTS else scale
 
 

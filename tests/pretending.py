@@ -68,11 +68,13 @@ def unpack(table: Params, data: bytes) -> dict[str, int | float | bytes]:
 
 
 SETUP = f"""
-import ctypes, json, os, signal, sys
+import ctypes, ctypes.util, json, os, signal, sys
 import numpy as np
 import torch
 if "libcuda.so" in open("/proc/self/maps").read():
     sys.exit("torch has opened the real driver")
+if ctypes.util.find_library("cuda") is None:
+    torch.cuda.is_available()  # CUDA's runtime looks for a driver once; the fake one, which it would call, comes later
 fake = ctypes.CDLL(os.environ["FAKE_DRIVER"], mode=ctypes.RTLD_GLOBAL)
 torch.set_num_threads(1)  # a child process has none of its parent's threads
 sys.path.insert(0, {str(TESTS)!r})
