@@ -19,7 +19,7 @@ except ImportError:
 from deep_tile import dense, finishes, grouped, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div
 
-# Names of recipes, since Dynamo of torch before 2.13 compares no members of these enums.
+# Names of recipes, since Dynamo of torch 2.10 and 2.11 compares no members of these enums.
 _TENSOR, _ROWS = ScalingType.TensorWise.name, ScalingType.RowWise.name
 _TOKENS, _WEIGHTS = ScalingType.BlockWise1x128.name, ScalingType.BlockWise128x128.name
 _RECIPES = ((_TENSOR, _TENSOR), (_ROWS, _ROWS), (_TOKENS, _TOKENS), (_TOKENS, _WEIGHTS), (_WEIGHTS, _TOKENS))
