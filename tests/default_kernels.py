@@ -103,7 +103,6 @@ LEGAL_CONFIGS = (
     *(deepest_config(*tile, cluster_n=2) for tile in ((128, 144), (128, 256), (256, 128))),
     deepest_config(64, 256),
     deepest_config(256, 128, split_k=2),
-    deepest_config(256, 128, split_k=2, b_stages=3, kind="mxfp4"),
     deepest_config(64, 16, kind="bf16"),
 )
 """Legal configs that no selector chooses but a caller may pass: mechanisms and tiles that the others lack."""
