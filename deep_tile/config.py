@@ -157,8 +157,6 @@ class GemmConfig:
             return f"split_k is {self.split_k}; supported are 1, 2, 4 and 8, without multicast"
         if self.block_n % (16 * self.split_k):
             return f"block_n is {self.block_n}; each of {self.split_k} K parts adds up a multiple of 16 columns"
-        if self.split_k > 1 and self.chunks_m > 1:
-            return f"split_k is {self.split_k}; it takes tiles of 64 or 128 rows"
         if self.scale_blocks not in (1, 2, 4) or (self.scale_blocks > 1 and self.chunks > 1):
             return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
         if self.is_packed and self._unpackable_because:
@@ -758,7 +756,7 @@ class GemmConfig:
 
     @property
     def partial_bytes(self) -> int:
-        return (self.split_k - 1) * self.block_m * self.columns_per_part * 4
+        return (self.split_k - 1) * self.math_warpgroups * MMA_M * self.columns_per_part * 4
 
     @property
     def fixed_bytes(self) -> int:

@@ -102,6 +102,7 @@ LEGAL_CONFIGS = (
     *(deepest_config(64, 128, scale_blocks=2, split_k=split_k) for split_k in (2, 8)),
     *(deepest_config(*tile, cluster_n=2) for tile in ((128, 144), (128, 256), (256, 128))),
     deepest_config(64, 256),
+    deepest_config(256, 128, split_k=2),
     deepest_config(64, 16, kind="bf16"),
 )
 """Legal configs that no selector chooses but a caller may pass: mechanisms and tiles that the others lack."""

@@ -838,11 +838,13 @@ class MathWarps:
                 if self.config.chunks == 1:
                     yield from self.begin(self.position, 0)
                 yield from self.multiply(more=False)
-            yield from self.send(tile)
-            yield Wait(self.block.own("partial full", self.warpgroup), tile.index)
-            yield from self.receive(tile)
-            if tile is not self.tiles[-1]:
-                yield from self.release_sums()
+            for chunk in range(self.config.chunks_m):
+                exchange = tile.index * self.config.chunks_m + chunk
+                yield from self.send(exchange)
+                yield Wait(self.block.own("partial full", self.warpgroup), exchange)
+                yield from self.receive(exchange)
+                if tile is not self.tiles[-1] or chunk + 1 < self.config.chunks_m:
+                    yield from self.release_sums()
             yield from self.store(tile, self.block.stored_columns(tile)[0])
         yield from self.end_turns()
         yield from self.drain()
@@ -1074,26 +1076,27 @@ class MathWarps:
 
     # SplitReduction: sums of the other blocks of a cluster.
 
-    def send(self, tile: Tile) -> Program:
+    def send(self, exchange: int) -> Program:
+        """One chunk of a tile; exchanges are counted over all tiles."""
         part_bytes = MMA_M * self.config.columns_per_part * 4
-        yield Wait(self.block.own("partial empty", self.warpgroup), tile.index - 1)
+        yield Wait(self.block.own("partial empty", self.warpgroup), exchange - 1)
         if 0 in self.warps:
             yield Arrive(self.block.own("partial full", self.warpgroup), 1, (self.config.split_k - 1) * part_bytes)
         for part in self.block.others():
-            sums = Region(self.slot(self.block.rank, part), *self.lanes, held_of_sums(tile, self.block.rank))
+            sums = Region(self.slot(self.block.rank, part), *self.lanes, held_of_sums(exchange, self.block.rank))
             landed = Complete((part, "partial full", self.warpgroup), part_bytes * len(self.warps) // 4)
             yield Issue("send", writes=(sums,), then=landed)
 
-    def receive(self, tile: Tile) -> Program:
+    def receive(self, exchange: int) -> Program:
         """Reads the others' sums, and adds them up, for which the loads must be over: release_sums() relies on it."""
         rank = self.block.rank
         senders = self.block.others()
-        sums = tuple(Region(self.slot(sender, rank), *self.lanes, held_of_sums(tile, sender)) for sender in senders)
+        sums = tuple(Region(self.slot(sender, rank), *self.lanes, held_of_sums(exchange, sender)) for sender in senders)
         yield Issue("sum read", reads=sums)
         yield Join("sum read")
 
     def release_sums(self) -> Program:
-        """The slots may be overwritten. Not after the last tile: the senders may have exited."""
+        """The slots may be overwritten. Not after the last exchange: the senders may have exited."""
         for part in self.block.others():
             yield Arrive((part, "partial empty", self.warpgroup), len(self.warps))
 
@@ -1106,5 +1109,5 @@ class MathWarps:
         return self.warps.start * WARP, self.warps.stop * WARP
 
 
-def held_of_sums(tile: Tile, sender: int) -> tuple:
-    return (f"tile {tile.index}", f"of block {sender}")
+def held_of_sums(exchange: int, sender: int) -> tuple:
+    return (f"exchange {exchange}", f"of block {sender}")

@@ -119,6 +119,8 @@ CASES = (
     Case(GemmConfig(128, 256, 2, 2, 1), 260, 264, 300, 2),
     Case(GemmConfig(128, 256, 2, split_k=2), 129, 264, 600, 2),
     Case(GemmConfig(256, 64, 2, b_stages=2), 520, 72, 200, 2),
+    Case(GemmConfig(256, 64, 2, split_k=4, store_buffers=1), 257, 72, 1100, 4),
+    Case(GemmConfig(256, 128, 2, split_k=2, tma_store=False, store_buffers=1), 270, 261, 600, 2),
     Case(GemmConfig(256, 144, 2), 257, 152, 300, 1),
     Case(GemmConfig(256, 144, 2, 1, 2), 257, 296, 300, 2),
     Case(GemmConfig(256, 144, 2, store_buffers=1, b_stages=2), 520, 152, 256, 2),
@@ -257,6 +259,7 @@ PACKED_CASES = (
     Case(GemmConfig(64, 128, 4, split_k=2, b_stages=3, kind="nvfp4"), 65, 272, 700, 4),
     Case(GemmConfig(128, 128, 3, b_stages=2, kind="mxfp4"), 130, 272, 656, 2),
     Case(GemmConfig(256, 128, 2, store_buffers=1, b_stages=2, kind="nvfp4"), 257, 144, 400, 2),
+    Case(GemmConfig(256, 128, 2, split_k=2, store_buffers=1, b_stages=3, kind="mxfp4"), 257, 144, 900, 2),
     Case(GemmConfig(128, 64, 3, b_stages=3, grouping="offs", kind="mxfp4"), 215, 144, 400, 3),
     Case(GemmConfig(64, 128, 3, b_stages=2, grouping="counts", kind="nvfp4"), 133, 144, 352, 3),
 )

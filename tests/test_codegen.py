@@ -155,7 +155,7 @@ def test_split_k_gives_slots_back_when_their_values_have_come(config, listings):
     """An arrival in another block is not ordered behind reads of shared memory, but for a value that it needs."""
     lines = [line for line in listings[config].splitlines() if re.search(r"\*/\s+(@\S+ )?[A-Z]", line)]
     arrivals = [i for i, line in enumerate(lines) if "SYNCS.ARRIVE.TRANS64.RED" in line]
-    assert len(arrivals) == config.split_k
+    assert len(arrivals) == config.split_k * config.chunks_m
     for arrival in arrivals:
         begin = max(i for i in range(arrival) if "TRYWAIT" in lines[i] or "SYNCS.ARRIVE" in lines[i])
         before = [read_instruction(line) for line in lines[begin:arrival]]

@@ -129,6 +129,7 @@ LEGAL_CORNERS = (
     GemmConfig(64, 48, 3, kind="int8_rows"),
     GemmConfig(64, 48, 3, kind="int8_unscaled"),
     GemmConfig(64, 128, 2, kind="int8_unscaled", split_k=8, store_buffers=1),
+    GemmConfig(256, 128, 2, kind="int8_rows", split_k=2, bias="fp32", activation="relu", store_buffers=1),
     GemmConfig(64, 256, 2, kind="int8_rows", split_k=8, output="fp32", tma_store=False),
     GemmConfig(128, 128, 2, kind="int8_rows", split_k=2, activation="swiglu", bias="bf16", store_buffers=1),
     GemmConfig(128, 208, 2, 2, 1, kind="int8_unscaled", store_buffers=1),

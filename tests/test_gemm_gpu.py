@@ -57,6 +57,8 @@ LEGAL_CORNERS = (
     GemmConfig(64, 16, 2, scale_blocks=4),
     GemmConfig(64, 128, 2, split_k=8, store_buffers=1),
     GemmConfig(128, 224, 2, split_k=2, tma_store=False),
+    GemmConfig(256, 128, 3, split_k=2, store_buffers=1),
+    GemmConfig(256, 64, 4, split_k=4, tma_store=False),
     GemmConfig(128, 64, 2, split_k=4, scale_blocks=2),
     GemmConfig(64, 96, 3, b_stages=3),
     GemmConfig(128, 176, 4, store_buffers=3, b_stages=3),

@@ -444,6 +444,7 @@ PAIR = Case(GemmConfig(128, 64, 2), 128, 128, 384, 1)
 MULTICAST = Case(GemmConfig(64, 16, 2, 2, 1), 128, 16, 384, 2)
 ROWS = GemmConfig(64, 16, 2, grouping="offs")
 SPLIT = Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 256, 2)
+SPLIT_CHUNKS = Case(GemmConfig(256, 32, 2, split_k=2), 256, 32, 256, 2)
 UNITS = Case(GemmConfig(64, 64, 2, b_stages=2, kind="mxfp4"), 64, 64, 1024, 1)
 
 FAULTS = {
@@ -477,6 +478,9 @@ FAULTS = {
     ),
     "sums released before they have been read": Seeded(
         OVERWRITTEN, launch(SPLIT), in_program("math", released_before("sum read", "partial empty"))
+    ),
+    "a second chunk sent before the first one's sums have been read": Seeded(
+        OVERWRITTEN, launch(SPLIT_CHUNKS), in_program("math", without(lambda o: is_at(o, Wait, "partial empty")))
     ),
     "sums released after the last tile": Seeded(
         EXITED,

@@ -6,6 +6,7 @@ tensor rate, clock and bandwidth.
 """
 
 import json
+from dataclasses import replace
 from functools import cache, lru_cache
 from math import inf
 from pathlib import Path
@@ -48,6 +49,10 @@ PACKED_BLOCK_US = {
 """Time per K block of a packed weight, by tile and scale blocks: the conversion, which hides WGMMA. Fitted to 112 times
 of four weights and of 8 groups, with 1 to 4096 rows: the choice takes 1.003 times the best tile's time, at most 1.06.
 The first is of a slower conversion (H100, 2026-11-26)."""
+
+EXCHANGE_US = 0.94
+"""Of a chunk's sums, 64 rows for each math warpgroup, under split K in two: 128x128 takes so much longer per tile than
+without (fp8.json). MXFP4's 256x128 in two takes 28 to 30 us where 30 to 31 are predicted (H100, 2026-11-27)."""
 
 PACKED_COLUMNS = 1.2
 """How much longer it is with a scale for each column: 1.08 to 1.26 times (the same)."""
@@ -133,6 +138,10 @@ def read_calibration(path: Path) -> Calibration:
 def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     """Measured on an H200, or typical for a config that was not. On another GPU the tensor core part scales with
     tensor rate, the rest with the clock."""
+    if config.is_packed and config.split_k > 1 and config.chunks_m > 1:
+        whole = tile_times(_unsplit(config), hardware)
+        exchange_us = EXCHANGE_US * config.chunks_m * H200.clock_mhz / hardware.clock_mhz
+        return whole._replace(tile_us=whole.tile_us + exchange_us)
     tensor_us = block_tensor_us(config, H200)
     measured = (
         (along_rows if is_along_rows else calibration)(kind).configs.get(name)
@@ -147,6 +156,11 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     block_us = max(0.0, block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock)
     tile_us = on_h200.tile_us + (BOX_CAST_US * config.boxes if config.quantizes else 0)
     return TileTimes(block_us, tile_us * slower_clock, on_h200.column_us * slower_clock)
+
+
+@lru_cache(maxsize=64)
+def _unsplit(config: GemmConfig) -> GemmConfig:
+    return replace(config, split_k=1)
 
 
 @lru_cache(maxsize=1_024)

@@ -14,6 +14,10 @@ namespace deep_tile {
 template <GemmConfig config>
 using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 
+// The same for 64 rows.
+template <GemmConfig config>
+using ChunkSums = float[config.chunks_n][config.mma_n / 2];
+
 // Converts an integer sum to float: by its bits if sums stay integers, otherwise by its value.
 template <GemmConfig config>
 __device__ __forceinline__ float as_sum(int integer) {

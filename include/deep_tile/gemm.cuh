@@ -92,20 +92,24 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
     epilogue.drain();
 }
 
+// Adds up this CTA's columns in the rows of one chunk; with the last chunk's, finishes and stores the tile.
 template <GemmConfig config, int part>
 __device__ __forceinline__ void finish_part(const GemmParams& params, SplitReduction<config>& reduction, Epilogue<config>& epilogue,
-                                            const ShareScaled<config>& scaled, Accumulators<config>& sums, int row,
-                                            int column, int end, bool last) {
+                                            const ShareScaled<config>& scaled, Accumulators<config>& sums, int chunk,
+                                            int row, int column, int end, bool last) {
+    const bool completes = chunk + 1 == config.chunks_m;
     if (part == reduction.rank()) {
-        const u32 read = reduction.template receive<part>(sums);
-        if (!last) reduction.release(read);
-        constexpr int first = part * config.columns_per_part;
-        scaled.apply(params, sums, row, column, {}, first);
-        add_bias<config>(params, sums, column, first, config.columns_per_part);
-        epilogue.template store<part * config.out_columns_per_part>(sums, row, column, end);
+        const u32 read = reduction.template receive<part>(sums[chunk]);
+        if (!(completes && last)) reduction.release(read);
+        if (completes) {
+            constexpr int first = part * config.columns_per_part;
+            scaled.apply(params, sums, row, column, {}, first);
+            add_bias<config>(params, sums, column, first, config.columns_per_part);
+            epilogue.template store<part * config.out_columns_per_part>(sums, row, column, end);
+        }
     }
     if constexpr (part + 1 < config.split_k) {
-        finish_part<config, part + 1>(params, reduction, epilogue, scaled, sums, row, column, end, last);
+        finish_part<config, part + 1>(params, reduction, epilogue, scaled, sums, chunk, row, column, end, last);
     }
 }
 
@@ -131,10 +135,13 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
             });
             scaled.apply(params, sums, tile.out_row() + first_row, tile.out_column(), group_scales<config>(params, tile));
         }
-        reduction.send(sums);
-        reduction.await();
-        finish_part<config, 0>(params, reduction, epilogue, share, sums, tile.out_row() + first_row, tile.out_column(),
-                               group_end<config>(tile), left == 1);
+#pragma unroll
+        for (int chunk = 0; chunk < config.chunks_m; ++chunk) {
+            reduction.send(sums[chunk]);
+            reduction.await();
+            finish_part<config, 0>(params, reduction, epilogue, share, sums, chunk, tile.out_row() + first_row,
+                                   tile.out_column(), group_end<config>(tile), left == 1);
+        }
     }
     loop.end();
     epilogue.drain();

@@ -2,7 +2,8 @@
 //
 // CTA r pushes the other CTAs' shares from registers into their shared memory (distributed shared memory, no
 // workspace), then adds the received sums to its own in the order of the K parts, so that the result does not depend on
-// timing. Each math warpgroup exchanges with its counterparts only. Integer sums are added as integers.
+// timing. Each math warpgroup exchanges with its counterparts only, one chunk of 64 rows at a time: with buffers for two
+// chunks 256x128 would have two stages, not three, beside a packed `b`. Integer sums are added as integers.
 //
 //   barrier            waited for by            arrivals                              completes when
 //   partial_full[w]    warpgroup w, receiving   its own thread + senders' bytes       all other CTAs' sums have landed
@@ -22,7 +23,8 @@ class SplitReduction {
           thread_(threadIdx.x % warpgroup_threads),
           rank_(uniform_cluster_rank()) {}
 
-    __device__ __forceinline__ void send(const Accumulators<config>& sums) {
+    // Pushes the other CTAs' columns of one chunk's rows.
+    __device__ __forceinline__ void send(const ChunkSums<config>& sums) {
         constexpr int received_bytes = (config.split_k - 1) * mma_m * config.columns_per_part * 4;
         wait(smem_.partial_empty[warpgroup_], phase_ ^ 1);
         if (thread_ == 0) {
@@ -42,13 +44,13 @@ class SplitReduction {
         phase_ ^= 1;
     }
 
-    // Completes `part`, this CTA's columns. Returns bits from every vector that it has read.
+    // Completes `part`, this CTA's columns, in one chunk's rows. Returns bits from every vector that it has read.
     template <int part>
-    __device__ __forceinline__ u32 receive(Accumulators<config>& sums) {
+    __device__ __forceinline__ u32 receive(ChunkSums<config>& sums) {
         u32 read = 0;
 #pragma unroll
         for (int i = 0; i < vectors; ++i) {
-            float* own = &sums[0][0][0] + vector(part, i);
+            float* own = &sums[0][0] + vector(part, i);
             float total[4] = {};
 #pragma unroll
             for (int sender = 0; sender < config.split_k; ++sender) {
@@ -63,11 +65,11 @@ class SplitReduction {
         return read;
     }
 
-    // Allows the slots to be overwritten; `read` is receive()'s result in this lane. Not called after the last tile:
-    // the senders may have exited.
+    // Allows the slots to be overwritten; `read` is receive()'s result in this lane. Not called after the last chunk of
+    // the last tile: the senders may have exited.
     //
     // The arrival's address depends on the values read by all lanes. Otherwise the arrival overtakes the reads, which
-    // it orders within the CTA only, and the next tile's sums land in slots still being read (beside kernels in other
+    // it orders within the CTA only, and the next sums land in slots still being read (beside kernels in other
     // streams 13 of 80 products were wrong; H200, 2026-11-23). An arrival with cluster-wide ordering is a
     // MEMBAR.ALL.GPU.
     __device__ __forceinline__ void release(u32 read) const {
@@ -82,19 +84,20 @@ class SplitReduction {
    private:
     static constexpr int vectors = Partials<config>::vectors;
 
-    // Index of four accumulators: columns 8i and 8i + 1 (plus 2 * (lane % 4)) of this thread's two rows in the part.
+    // Index of four of a chunk's accumulators: columns 8i and 8i + 1 (plus 2 * (lane % 4)) of this thread's two rows in
+    // the part.
     static __device__ __forceinline__ int vector(int part, int i) { return part * config.columns_per_part / 2 + i * 4; }
 
     __device__ __forceinline__ float* slot(int sender, int receiver, int i) const {
         return smem_.partial[warpgroup_][sender < receiver ? sender : sender - 1][i][thread_];
     }
 
-    __device__ __forceinline__ void push(const Accumulators<config>& sums, int part) const {
+    __device__ __forceinline__ void push(const ChunkSums<config>& sums, int part) const {
         const u32 barrier = ptx::mapa(ptx::smem_address(&smem_.partial_full[warpgroup_]), part);
         const u32 first = ptx::mapa(ptx::smem_address(slot(rank_, part, 0)), part);
 #pragma unroll
         for (int i = 0; i < vectors; ++i) {
-            ptx::st_async(first + i * warpgroup_threads * 16, &sums[0][0][0] + vector(part, i), barrier);
+            ptx::st_async(first + i * warpgroup_threads * 16, &sums[0][0] + vector(part, i), barrier);
         }
     }
 
