@@ -548,7 +548,7 @@ def _to_blocks(x: torch.Tensor, block_rows: int) -> torch.Tensor:
     """[rows, k] -> [row blocks, block_rows, k groups, 128], zero-padded: zeros change no block's largest magnitude."""
     rows, k = x.shape
     row_blocks, groups = ceil_div(rows, block_rows), ceil_div(k, SCALE_BLOCK)
-    padded = x.new_zeros(row_blocks * block_rows, groups * SCALE_BLOCK)  # F.pad of torch 2.9 refuses empty tensors
+    padded = x.new_zeros(row_blocks * block_rows, groups * SCALE_BLOCK)
     padded[:rows, :k] = x
     return padded.reshape(row_blocks, block_rows, groups, SCALE_BLOCK)
 

@@ -7,14 +7,7 @@ Calls dense.py and grouped.py. Invariant: arguments mean what they mean in the f
 from collections.abc import Collection, Sequence
 
 import torch
-
-try:
-    from torch.nn.functional import ScalingType, SwizzleType
-except ImportError:
-    raise ImportError(
-        f"deep_tile.torch_compat has the names of torch 2.10's scaled GEMMs, and torch is {torch.__version__}: install "
-        "torch>=2.10, or call deep_tile.scaled_gemm, which needs no newer one"
-    ) from None
+from torch.nn.functional import ScalingType, SwizzleType
 
 from deep_tile import dense, finishes, grouped, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div

@@ -4,7 +4,10 @@ import pytest
 import sanitize
 import torch
 from helpers import (
+    ACCUMULATION,
+    Exact,
     GuardedOut,
+    are_off,
     assert_accurate,
     assert_silu_mul_cast,
     exact_product,
@@ -74,6 +77,14 @@ def test_wrong_operands_are_noticed(field, damage, operands, exact):
     damage(getattr(damaged, field), K - 1)
     with pytest.raises(AssertionError, match="elements are off"):
         assert_accurate(fp8_gemm(*damaged), exact)
+
+
+def test_infinity_is_right_beyond_the_range_alone():
+    """Of FP16, whose largest number is 65,504: SwiGLU of large sums exceeds it."""
+    value = torch.tensor([72_000.0, 72_000.0, 72_000.0, -72_000.0, 65_510.0, 65_510.0, 60_000.0], dtype=torch.float64)
+    out = torch.tensor([torch.inf, 65_504, -torch.inf, -torch.inf, torch.inf, 65_504, torch.inf]).half()
+    wrong = are_off(out, Exact(value, torch.ones_like(value)), ACCUMULATION)
+    assert wrong.tolist() == [False, True, True, False, False, False, True]
 
 
 def test_a_systematic_error_is_noticed(exact):

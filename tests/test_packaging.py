@@ -245,8 +245,7 @@ INDEX = {
 """Releases by package with their requirements, as far as these matter to how pip installs ours."""
 
 PYTORCHES = {
-    "2.9.0+cu126": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.6.77",)),
-    "2.9.1": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.8.93",)),
+    "2.10.0+cu126": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.6.77", "cuda-bindings==12.9.4")),
     "2.10.0": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.8.93", "cuda-bindings==12.9.4")),
     "2.10.0+cu129": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.9.86", "cuda-bindings==12.9.4")),
     "2.11.0": ("cu13", ("nvidia-cuda-nvrtc==13.0.88", "cuda-bindings>=13.0.3,<14")),
