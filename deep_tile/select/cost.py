@@ -57,6 +57,9 @@ without (fp8.json). MXFP4's 256x128 in two takes 28 to 30 us where 30 to 31 are 
 PACKED_COLUMNS = 1.2
 """How much longer it is with a scale for each column: 1.08 to 1.26 times (the same)."""
 
+SPLIT_COLUMNS = 0.93
+"""How much of it remains under split K of two chunks: 25 INT4 products with 256 to 1,024 rows (H100, 2026-11-27)."""
+
 
 UNPACK_US, UNPACK_TBPS = 0.5, 2.59
 """Launch time within a graph, and bandwidth, reads and writes, of the kernel that unpacks a weight to FP8: weights of
@@ -141,7 +144,8 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     if config.is_packed and config.split_k > 1 and config.chunks_m > 1:
         whole = tile_times(_unsplit(config), hardware)
         exchange_us = EXCHANGE_US * config.chunks_m * H200.clock_mhz / hardware.clock_mhz
-        return whole._replace(tile_us=whole.tile_us + exchange_us)
+        block_us = whole.block_us * (SPLIT_COLUMNS if config.column_scales else 1)
+        return whole._replace(block_us=block_us, tile_us=whole.tile_us + exchange_us)
     tensor_us = block_tensor_us(config, H200)
     measured = (
         (along_rows if is_along_rows else calibration)(kind).configs.get(name)
