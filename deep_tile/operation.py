@@ -215,8 +215,7 @@ class Operation(ops.Op):
             self._require_outs(given)
         named = self.Options(*options)
         ops.refuse_config(getattr(named, "config", None))
-        extra = given[len(self._tensors) :]
-        lists = dict(zip(self.lists[: len(extra)], extra[: len(self.lists)], strict=True))
+        lists = dict(zip(self.lists, given[len(self._tensors) :], strict=False))
         names = (name for name in (*self._own, *self._options) if name not in lists)
         inputs, outs = self._parts(given[: len(self._tensors)])
         return self(inputs, outs, {name: getattr(named, name) for name in names} | lists)

@@ -12,6 +12,7 @@ from operator import eq
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
 from deep_tile import _launcher, cast, launches, ops, sources, tensors
@@ -547,10 +548,8 @@ def _view_as_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
 def _to_blocks(x: torch.Tensor, block_rows: int) -> torch.Tensor:
     """[rows, k] -> [row blocks, block_rows, k groups, 128], zero-padded: zeros change no block's largest magnitude."""
     rows, k = x.shape
-    row_blocks, groups = ceil_div(rows, block_rows), ceil_div(k, SCALE_BLOCK)
-    padded = x.new_zeros(row_blocks * block_rows, groups * SCALE_BLOCK)
-    padded[:rows, :k] = x
-    return padded.reshape(row_blocks, block_rows, groups, SCALE_BLOCK)
+    padded = F.pad(x, (0, -k % SCALE_BLOCK, 0, -rows % block_rows))
+    return padded.reshape(ceil_div(rows, block_rows), block_rows, ceil_div(k, SCALE_BLOCK), SCALE_BLOCK)
 
 
 def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from deep_tile import dense, finishes, grouped, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div
 
-# Names of recipes, since Dynamo of torch 2.10 and 2.11 compares no members of these enums.
+# Names, since Dynamo of torch 2.10 and 2.11 compares no members of ScalingType and SwizzleType.
 _TENSOR, _ROWS = ScalingType.TensorWise.name, ScalingType.RowWise.name
 _TOKENS, _WEIGHTS = ScalingType.BlockWise1x128.name, ScalingType.BlockWise128x128.name
 _RECIPES = ((_TENSOR, _TENSOR), (_ROWS, _ROWS), (_TOKENS, _TOKENS), (_TOKENS, _WEIGHTS), (_WEIGHTS, _TOKENS))
@@ -62,7 +62,10 @@ def scaled_mm(
         TypeError, ValueError: an argument that is not as listed.
         RuntimeError: as `deep_tile.fp8_gemm`.
     """
-    recipes = (_recipe("scale_recipe_a", scale_recipe_a), _recipe("scale_recipe_b", scale_recipe_b))
+    recipes = (
+        _name("scale_recipe_a", scale_recipe_a, ScalingType),
+        _name("scale_recipe_b", scale_recipe_b, ScalingType),
+    )
     _check_recipes(recipes, _RECIPES)
     _check_options(swizzle_a, swizzle_b, output_dtype, (*finishes.OUTPUT_NAMES, *_FP8, None))
     _check_contraction(contraction_dim, ((), (1, 0)), "mat_a is [m, k] and mat_b [k, n]")
@@ -131,7 +134,10 @@ def scaled_grouped_mm(
 
     Returns a contiguous tensor [s, n] or [g, m, n]. Raises as `scaled_mm`.
     """
-    recipes = (_recipe("scale_recipe_a", scale_recipe_a), _recipe("scale_recipe_b", scale_recipe_b))
+    recipes = (
+        _name("scale_recipe_a", scale_recipe_a, ScalingType),
+        _name("scale_recipe_b", scale_recipe_b, ScalingType),
+    )
     _check_recipes(recipes, [(_ROWS, _ROWS), (_TOKENS, _WEIGHTS)])
     _check_options(swizzle_a, swizzle_b, output_dtype, tuple(finishes.OUTPUT_NAMES))
     _check_no_bias(bias)
@@ -177,10 +183,7 @@ def _check_no_bias(bias: object) -> None:
 
 def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object, known: tuple[torch.dtype, ...]) -> None:
     for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
-        if (
-            swizzle not in (None, [], ())
-            and getattr(_single(name, swizzle), "name", None) != SwizzleType.NO_SWIZZLE.name
-        ):
+        if swizzle not in (None, [], ()) and _name(name, swizzle, SwizzleType) != SwizzleType.NO_SWIZZLE.name:
             raise ValueError(f"{name} is {swizzle}; scales on Hopper are not swizzled. Pass None")
     if output_dtype not in known:
         raise ValueError(
@@ -197,9 +200,10 @@ def _single(name: str, value: object) -> object:
     return value[0]
 
 
-def _recipe(name: str, value: object) -> str:
-    recipe = _single(name, value)
-    return recipe.name if isinstance(recipe, ScalingType) else repr(recipe)
+def _name(argument: str, value: object, enum: type[ScalingType | SwizzleType]) -> str:
+    """The name of the one member of `enum` that is given."""
+    member = _single(argument, value)
+    return member.name if isinstance(member, enum) else repr(member)
 
 
 def _check_recipes(recipes: tuple[str, str], known: Collection[tuple[str, str]]) -> None:

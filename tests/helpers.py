@@ -529,13 +529,14 @@ def assert_accurate(
 def are_off(out: torch.Tensor, exact: Exact, accumulation: float) -> torch.Tensor:
     """Which elements exceed the error of rounding and accumulation; on their device. Beyond the dtype's range, infinity
     is right."""
-    error = (out.double() - exact.value).abs()
+    made = out.double()
+    error = (made - exact.value).abs()
     if not out.is_floating_point():
         return error != 0
     allowed = ROUNDING[out.dtype] * exact.value.abs() + accumulation * exact.spread
     allowed = allowed + torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps / 2
     is_beyond = exact.value.abs() + allowed >= torch.finfo(out.dtype).max
-    return ~((error <= allowed) | (is_beyond & (out.double() == exact.value.sign() * torch.inf)))
+    return ~((error <= allowed) | (is_beyond & (made == exact.value.sign() * torch.inf)))
 
 
 def whole_error(out: torch.Tensor, exact: Exact) -> torch.Tensor:
