@@ -95,7 +95,7 @@ _FIELDS = (
     *("b_stages", "b_slots", "b_group", "b_unit_bytes", "unit_stages"),
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
-    *("tma_store", "by_offs", "by_counts", "by_k", "integer_sums", "row_scales", "column_scales"),
+    *("tma_store", "transposed", "by_offs", "by_counts", "by_k", "integer_sums", "row_scales", "column_scales"),
     *("accumulate", "quantizes", "out_format", "out_bytes"),
     *("bias_format", "activation", "columns_per_output", "out_columns_per_part", "smem_bytes"),
 )

@@ -8,6 +8,7 @@ import operator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd
+from typing import TypeVar
 
 from deep_tile.kinds import (
     ACTIVATIONS,
@@ -31,6 +32,8 @@ from deep_tile.walls import (
     capacity_wall,
     register_wall,
 )
+
+Side = TypeVar("Side")
 
 SCALE_BLOCK = 128
 """Elements along K (and N) that share a scale; in FP8 also one 128-byte swizzle span."""
@@ -92,6 +95,8 @@ class GemmConfig:
         bias: the bias's dtype, one of `kinds.BIASES`.
         activation: applied to the sums, one of `kinds.ACTIVATIONS`.
         layout: how the operands lie in memory, a name in `kinds.LAYOUTS`.
+        transposed: multiply `b` by `a` and store the transpose of that: block_m then counts rows of `b`, and block_n
+            rows of `a`, which may be any multiple of 16 where 64-row tiles of `a` would multiply padding.
     """
 
     block_m: int
@@ -112,6 +117,7 @@ class GemmConfig:
     bias: str = "none"
     activation: str = "none"
     layout: str = "nt"
+    transposed: bool = False
 
     def __post_init__(self):
         for name, of in _FIELDS.items():
@@ -205,6 +211,8 @@ class GemmConfig:
             return f"grouping is {self.grouping!r} and accumulate True; products of groups of rows are written"
         if self.row_groups and self.a_span:
             return f"grouping is {self.grouping!r} and layout {self.layout!r}; row groups need a K-major a"
+        if self.transposed and self._untransposable_because:
+            return f"transposed is True; {self._untransposable_because}"
         plain = self.kind == "fp8" and self.tma_store and self.split_k == 1
         if self.quantizes and not (plain and not self.is_grouped):
             what = "of kind fp8, stored by TMA, and without groups and split K"
@@ -231,6 +239,15 @@ class GemmConfig:
             return f"kind is {self.kind!r}; a packed b is converted without {what}"
         if self.scale_blocks * self.block_n % (UNIT_ROWS * self.converter_warps):
             return f"block_n is {self.block_n}; each of 4 warps converts a multiple of {UNIT_ROWS} rows of a packed b"
+        return None
+
+    @property
+    def _untransposable_because(self) -> str | None:
+        """The first rule for transposed results that this config breaks, or None."""
+        if self.product.scaling != "none" or self.integer_sums or self.out_bytes != 2:
+            return "products are transposed without scales, and with results of 16 bits"
+        if self.is_grouped or self.accumulate or self.is_finished or not self.tma_store:
+            return "it is stored by TMA, without groups, bias, activation and accumulation"
         return None
 
     @property
@@ -267,7 +284,7 @@ class GemmConfig:
         resident = f"_r{self.b_stages}" if self.b_stages else ""
         grouping = f"_{self.grouping}" if self.is_grouped else ""
         special = resident + ("_p" if self.pairs else "") + grouping + output
-        special += ("_add" if self.accumulate else "") + finish
+        special += ("_add" if self.accumulate else "") + ("_t" if self.transposed else "") + finish
         return f"{kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}"
 
     @property
@@ -351,20 +368,31 @@ class GemmConfig:
     def mma_k(self) -> int:
         return MMA_K_BYTES // self.product.a.bytes
 
+    def sides(self, of_a: Side, of_b: Side) -> tuple[Side, Side]:
+        """What belongs to the rows and to the columns of the product that the kernel computes: of `a` and of `b`, or,
+        transposed, of `b` and of `a`."""
+        return (of_b, of_a) if self.transposed else (of_a, of_b)
+
     @property
     def a_span(self) -> int:
         """Bytes along m that a TMA box of an M-major `a` covers, a swizzle span (`_span`); 0 for a K-major `a`."""
-        return 0 if LAYOUTS[self.layout].a == "k" else _span(self.block_m * self.product.a.bytes)
+        return 0 if self.sides(*LAYOUTS[self.layout])[0] == "k" else _span(self.block_m * self.product.a.bytes)
 
     @property
     def b_span(self) -> int:
         """The same for an N-major `b`, whose last box may overlap the next tile."""
-        return 0 if LAYOUTS[self.layout].b == "k" else _span(self.block_n * self.product.b.bytes)
+        return 0 if self.sides(*LAYOUTS[self.layout])[1] == "k" else _span(self.block_n * self.product.b.bytes)
 
     @property
     def b_rows(self) -> int:
         """Rows of `b` that a stage holds: those of whole boxes."""
         return round_up(self.block_n, self.b_span // self.product.b.bytes) if self.b_span else self.block_n
+
+    @property
+    def cuts_b(self) -> bool:
+        """Whether the matrix's last box of an N-major `b` has its rows only: of a transposed product, whose columns are
+        rows of `a`, and where boxes divide a tile."""
+        return self.transposed and self.b_span > 0 and self.b_rows == self.block_n
 
     # Where b is.
 
@@ -704,12 +732,18 @@ class GemmConfig:
     @property
     def store_rows(self) -> int:
         """Output-box rows per TMA store: a warp's rows if math warps store and boxes are few, else a warpgroup's."""
-        return MMA_M // 4 if self.store_warps == 0 and self.boxes < 4 else MMA_M
+        alone = self.store_warps == 0 and self.boxes < 4 and not self.transposed
+        return MMA_M // 4 if alone else MMA_M
+
+    @property
+    def store_box(self) -> tuple[int, int]:
+        """Columns and rows of `out` that a TMA store writes."""
+        return self.sides(self.store_rows, self.store_columns)[::-1]
 
     @property
     def store_swizzle(self) -> int:
         """Swizzle span of an output box in bytes: 32, 64 or 128, exactly one row; 0: no swizzle."""
-        row_bytes = self.store_columns * self.out.bytes
+        row_bytes = self.store_box[0] * self.out.bytes
         return row_bytes if row_bytes in (32, 64, 128) else 0
 
     @property

@@ -203,7 +203,7 @@ def prepare_launch(
         RuntimeError: the driver refuses the kernel.
     """
     rows = problem.groups.expected_rows if problem.groups else problem.m
-    early_b = constant_weights and rows <= config.block_m
+    early_b = constant_weights and rows <= config.block_m and not config.transposed
     maps = tensor_maps(problem, config, layout)
     fixed = {} if weights is None else weights._asdict()
     names = tuple(name for name in names if name not in fixed)
@@ -238,7 +238,7 @@ def _kernel_for(problem: GemmProblem, config: GemmConfig, device: int) -> _launc
 def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_b: bool, b_scale: int = 0) -> bytes:
     """The kernel's parameters except tensor maps and addresses. Raises ValueError for a size or stride that it cannot
     express."""
-    m, n, k = problem.m, problem.n, problem.k
+    m, n = config.sides(problem.m, problem.n)
     groups = layout.groups
     _check_tiles(problem, config)
     every = () if problem.groups is None else (problem.groups.count,)
@@ -254,7 +254,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
     return params.GEMM.pack(
         m=m,
         n=n,
-        k=k,
+        k=problem.k,
         raster_rows_log2=group_rows.bit_length() - 1,
         last_rows_reciprocal=last_rows_reciprocal(config, m, group_rows),
         a_tail_rows=a_tail_rows,
@@ -277,7 +277,8 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
 
 
 def _check_tiles(problem: GemmProblem, config: GemmConfig) -> None:
-    columns = ceil_div(problem.n, config.block_n * config.cluster_n)
+    _, n = config.sides(problem.m, problem.n)
+    columns = ceil_div(n, config.block_n * config.cluster_n)
     tiles = cluster_tiles(config, problem)
     if tiles <= MAX_TILES and (problem.groups is None or columns <= MAX_GROUP_COLUMNS):
         return
@@ -334,7 +335,9 @@ def scale_runs(problem: GemmProblem, config: GemmConfig, layout: Layout) -> int:
 
 def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> list[tuple[int, str, MapLayout]]:
     """The launch's tensor maps: offset in `params.GEMM`, owner, and map."""
-    m, n, k = problem.m, problem.n, problem.k
+    (m, n), k = config.sides(problem.m, problem.n), problem.k
+    a_name, b_name = config.sides("a", "b")
+    a_stride, b_stride = config.sides(layout.a_stride, layout.b_stride)
     others, groups = problem.groups.count - 1 if problem.groups else 0, layout.groups
     a_rows, out_rows = m + others * groups.a_group_rows, m + others * groups.out_group_rows
     b_rows, b_k = (n, k + others * groups.b_group_rows) if config.b_span else (n + others * groups.b_group_rows, k)
@@ -342,21 +345,22 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     a, b = partial(_operand_map, config, config.a_span, k), partial(_operand_map, config, config.b_span, b_k)
     a_maps, b_maps, out_maps = (params.GEMM.offsets[f"{name}_maps"] for name in ("a", "b", "out"))
     maps = [
-        (a_maps, "a", a(a_rows, layout.a_stride, config.block_m, config.cluster_n)),
+        (a_maps, a_name, a(a_rows, a_stride, config.block_m, config.cluster_n)),
     ]
     if not config.is_packed:
-        maps.append((b_maps, "b", b(b_rows, layout.b_stride, config.block_n, config.cluster_m)))
+        maps.append((b_maps, b_name, b(b_rows, b_stride, config.block_n, config.cluster_m)))
     if a_tail_rows:
         sharers = config.cluster_n if config.a_span else 1
-        maps.append((a_maps + params.MAP_BYTES, "a", a(a_rows, layout.a_stride, a_tail_rows, sharers)))
+        maps.append((a_maps + params.MAP_BYTES, a_name, a(a_rows, a_stride, a_tail_rows, sharers)))
     if b_tail_rows and not config.is_packed:
-        maps.append((b_maps + params.MAP_BYTES, "b", b(b_rows, layout.b_stride, b_tail_rows)))
+        sharers = config.cluster_m if config.b_span else 1
+        maps.append((b_maps + params.MAP_BYTES, b_name, b(b_rows, b_stride, b_tail_rows, sharers)))
     if config.tma_store:
         out = MapLayout(
             "uint8" if config.quantizes else config.out.dtype,
-            (problem.out_columns, out_rows),
+            (problem.out_columns, problem.m if config.transposed else out_rows),
             (layout.out_stride * config.out.bytes,),
-            (config.store_columns, config.store_rows),
+            config.store_box,
             config.store_swizzle,
         )
         maps.append((out_maps, "out", out))
@@ -406,13 +410,16 @@ def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
     Raises:
         ValueError: rows that do not fit.
     """
+    m, n = config.sides(problem.m, problem.n)
     if config.row_groups:
         a_tail = config.block_m // 4
     elif config.a_span:
-        a_tail = span_tail_rows(problem.m, config.a_span // config.product.a.bytes)
+        a_tail = span_tail_rows(m, config.a_span // config.product.a.bytes)
     else:
-        a_tail = _checked_tail("a", problem.m, config.block_m, config.cluster_n)
-    return a_tail, 0 if config.b_span else _checked_tail("b", problem.n, config.block_n, config.cluster_m)
+        a_tail = _checked_tail("a", m, config.block_m, config.cluster_n)
+    if not config.b_span:
+        return a_tail, _checked_tail("b", n, config.block_n, config.cluster_m)
+    return a_tail, span_tail_rows(n, config.b_span // config.product.b.bytes) if config.cuts_b else 0
 
 
 def _checked_tail(operand: str, rows: int, tile_rows: int, sharers: int) -> int:

@@ -94,7 +94,7 @@ class Launch:
     ):
         self.config, self.problem, self.early_b, self.warps = config, problem, early_b, warps
         self.in_runs, self.ranges = in_runs, ranges
-        self.m, self.n, self.k = problem.m, problem.n, problem.k
+        (self.m, self.n), self.k = config.sides(problem.m, problem.n), problem.k
         self.raster_rows = raster_rows(config, problem)
         self.clusters = grid_size(config, problem) // config.cluster
         self.bulk_scale_rows = self.m if bulk_scales and not in_runs else 0
@@ -447,7 +447,7 @@ class OperandsWarp:
             return
         rows = self.b_rows(tile)
         if self.config.resident_b:
-            barrier, slot, announced = "column full", step, rows * self.config.block_k
+            barrier, slot, announced = "column full", step, rows * self.config.k_bytes
         else:
             barrier, slot, announced = "full", stage, self.announced_bytes(tile, rows * self.config.cluster_m)
         yield Arrive(self.block.own(barrier, slot), 1, announced)
@@ -488,7 +488,7 @@ class OperandsWarp:
     def announced_bytes(self, tile: Tile, b_rows: int) -> int:
         boxes = self.launch.quarter_boxes(tile) if self.config.row_groups else None
         a_rows = self.a_rows(tile) * self.config.cluster_n if boxes is None else len(boxes) * boxes.step
-        announced = (a_rows + b_rows) * self.config.block_k
+        announced = (a_rows + b_rows) * self.config.k_bytes
         announced += self.row_scale_bytes if scales_in_bulk(self.launch, tile) else 0
         return announced + (self.column_scale_bytes if column_scales_in_bulk(self.launch, tile) else 0)
 

@@ -118,6 +118,7 @@ def _draw_fields(random: Random) -> dict[str, Any]:
         "tma_store": random.random() < 0.6,
         "b_stages": random.randint(1, 8) if way == "resident" else 0,
         "pairs": way == "pairs",
+        "transposed": random.random() > 0.8,
     }
 
 

@@ -52,6 +52,19 @@ def legal_configs():
         ({"block_n": 144, "b_stages": 2, "pairs": True}, "pairs is True; .* and resident b"),
         ({"store_buffers": 11}, "store_buffers is 11; supported are 1 to 10"),
         ({"block_m": 256, "block_n": 160}, "160 accumulators and 40 of one K block exceed the 192 registers"),
+        ({"transposed": True}, "transposed is True; products are transposed without scales, and with results of 16"),
+        (
+            {"transposed": True, "kind": "int8_unscaled"},
+            "transposed is True; .* without scales, and with results of 16",
+        ),
+        ({"transposed": True, "kind": "bf16", "output": "fp32"}, "transposed is True; .* with results of 16 bits"),
+        ({"transposed": True, "kind": "bf16", "tma_store": False}, "transposed is True; it is stored by TMA, without"),
+        ({"transposed": True, "kind": "bf16", "accumulate": True}, "transposed is True; .* and accumulation"),
+        (
+            {"transposed": True, "kind": "bf16", "bias": "bf16"},
+            "transposed is True; .* without groups, bias, activation",
+        ),
+        ({"transposed": True, "kind": "bf16", "grouping": "offs"}, "transposed is True; .* without groups"),
         ({"stages": 8}, f"bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES}"),
     ],
 )
@@ -73,6 +86,22 @@ def test_each_rule_refuses_and_says_why(arguments, message):
 def test_fields_have_their_types_though_others_are_equal(arguments, seen):
     with pytest.raises(TypeError, match=seen):
         GemmConfig(**{"block_m": 128, "block_n": 128, "stages": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("layout", "spans", "b_rows"),
+    [("nt", (0, 0), 144), ("nn", (128, 0), 144), ("tn", (128, 128), 192), ("tt", (0, 128), 192)],
+)
+def test_transposed_tiles_exchange_operands(layout, spans, b_rows):
+    """The kernel's `a` is the product's `b`. Boxes of an M-major operand overlap the next tile where they do not divide
+    it, and are cut at the matrix's end where they do."""
+    config = GemmConfig(128, 144, 3, store_buffers=1, kind="bf16", layout=layout, transposed=True)
+    assert config.sides("a", "b") == ("b", "a")
+    assert (config.a_span, config.b_span) == spans
+    assert (config.b_rows, config.cuts_b) == (b_rows, False)
+    assert dataclasses.replace(config, block_n=192, stages=2).cuts_b == (layout[0] == "t")
+    assert config.name == "bf16_gemm_128x144x64_s3_c1x1_t_b1" + ("" if layout == "nt" else f"_{layout}")
+    assert (config.store_box, config.store_swizzle) == ((64, config.store_columns), 128)
 
 
 def test_sizes_may_be_numpys():

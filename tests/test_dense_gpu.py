@@ -121,6 +121,10 @@ LEGAL_CORNERS = (
     GemmConfig(256, 192, 3, kind="bf16", layout="tn", store_buffers=1),
     GemmConfig(256, 32, 4, 2, 1, kind="fp16", layout="nn", output="bf16"),
     GemmConfig(256, 80, 3, 1, 2, kind="bf16", layout="tt", store_buffers=1),
+    GemmConfig(64, 16, 2, kind="fp16", transposed=True),
+    GemmConfig(64, 240, 2, 1, 2, kind="bf16", layout="tt", output="fp16", transposed=True),
+    GemmConfig(128, 128, 2, kind="fp16", layout="tn", split_k=4, store_buffers=1, transposed=True),
+    GemmConfig(256, 176, 2, kind="bf16", layout="nn", store_buffers=1, transposed=True),
     GemmConfig(128, 96, 2, kind="bf16", output="fp32", split_k=2, store_buffers=1),
     GemmConfig(256, 192, 3, kind="bf16", store_buffers=1),
     GemmConfig(256, 16, 4, 2, 1, kind="fp16", output="bf16"),
@@ -519,6 +523,25 @@ def test_results_repeat_and_rows_do_not_depend_on_others(dtype):
         assert same_bits(part, whole[:rows]), (rows, num_sms)
     first = gemm(a[:5], b)
     assert all(same_bits(gemm(a[:5], b), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_transposed_tiles_give_the_bits_of_others(layout):
+    """The tensor cores sum K alike, whichever operand a tile's rows are of."""
+    operands = make_dense_operands(328, 1160, 2056, torch.bfloat16, device=DEVICE)
+    a, b = (x if major == "k" else x.t().contiguous().t() for x, major in zip(operands, LAYOUTS[layout], strict=True))
+    configs = default_configs(True, "bf16", layout=layout)
+    usual = next(config for config in configs if config.split_k == 1 and not config.transposed)
+    transposed = [config for config in configs if config.transposed]
+    expected = gemm(a, b, config=usual)
+    assert_accurate(expected, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
+    assert transposed
+    for config in transposed:
+        for num_sms in (None, 6):
+            guarded = GuardedOut(328, 1160, device=DEVICE, stride=1168)
+            gemm(a, b, guarded.out, config=config, num_sms=num_sms)
+            guarded.assert_guards_intact()
+            assert same_bits(guarded.out, expected), (config.name, num_sms)
 
 
 def test_values_that_are_not_finite_stay_in_their_rows_and_columns():

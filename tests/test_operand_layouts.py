@@ -131,10 +131,18 @@ TILES = (
 )
 """Boxes of `b` of 128, 64 and 32 bytes, alone and shared, with several K blocks each."""
 
+TRANSPOSED_TILES = [
+    {**tile, "transposed": True}
+    for tile in (
+        *({"block_m": 64, "block_n": 64, "cluster_n": 2}, {"block_m": 64, "block_n": 128, "split_k": 2}),
+        *({"block_m": 128, "block_n": 144, "cluster_n": 2}, {"block_m": 128, "block_n": 224, "cluster_m": 2}),
+        *({"block_m": 128, "block_n": 256, "cluster_m": 2}, {"block_m": 256, "block_n": 96}),
+    )
+]
 CONFIGS = [
     GemmConfig(**tile, stages=2, store_buffers=1, kind=("bf16", "fp16")[number % 2], layout=layout)
     for layout in LAYOUTS
-    for number, tile in enumerate(TILES)
+    for number, tile in enumerate((*TILES, *TRANSPOSED_TILES))
 ]
 
 
@@ -274,7 +282,7 @@ def make_operands(config: GemmConfig, m: int, n: int, k: int) -> Given:
 
 
 def multiply_tile(library, config: GemmConfig, given: Given, m: int, n: int, alone: bool) -> list[torch.Tensor]:
-    """Multiply the tile at [m, n] and those of the cluster's other blocks, which follow it: sums in float64."""
+    """Multiply the kernel's tile at [m, n] and those of its cluster's other blocks, which follow it: float64 sums."""
     k = given.a.shape[1]
     problem = GemmProblem(
         *(given.a.shape[0], given.b.shape[0], k), kind=config.kind, output=config.output, layout=config.layout
@@ -286,6 +294,7 @@ def multiply_tile(library, config: GemmConfig, given: Given, m: int, n: int, alo
     )
     argument = plan.pack_params(problem, config, layout, early_b=False)
     maps = {offset: (name, map_) for offset, name, map_ in plan.tensor_maps(problem, config, layout)}
+    spans = dict(zip(config.sides("a", "b"), (config.a_span, config.b_span), strict=True))
     blocks = config.cluster_m * config.cluster_n
     sums = [torch.zeros(config.block_m, config.block_n, dtype=torch.float64) for _ in range(blocks)]
     memory = given.memory
@@ -297,7 +306,7 @@ def multiply_tile(library, config: GemmConfig, given: Given, m: int, n: int, alo
             traces.append(trace(library, config, argument, rank, (*at, stage, step), alone))
             for smem, offset, inner, outer, both in traces[-1].requests:
                 name, map_ = maps[offset]
-                assert inner < map_.sizes[0] or not getattr(config, f"{name}_span"), "a box without rows"
+                assert inner < map_.sizes[0] or not spans[name], "a box without rows"
                 for block in range(blocks) if both else (rank,):
                     arrived[block] += copy(smems[block], smem, memory[name], map_, inner, outer)
         assert arrived == [one.announced for one in traces]
@@ -325,8 +334,9 @@ def test_operands_meet(library, config):
     """Tiles in the middle and at the edges, and tiles of clusters beyond the matrix. K ends within a block."""
     tile_m, tile_n = config.block_m * config.cluster_m, config.block_n * config.cluster_n
     for m, n, k in ((tile_m + 9, tile_n + 13, config.block_k + 37), (3, 5, 2)):
-        given = make_operands(config, m, n, k)
+        given = make_operands(config, *config.sides(m, n), k)
         exact = given.a.double() @ given.b.double().t()
+        exact = exact.t() if config.transposed else exact
         for row, column in product(range(0, m, tile_m), range(0, n, tile_n)):
             for alone in (False, True) if config.multicast else (True,):
                 for rank, sums in enumerate(multiply_tile(library, config, given, row, column, alone)):

@@ -130,6 +130,7 @@ FAMILIES = {
     "multicast of b": Case(GemmConfig(64, 16, 2, 2, 1), 64, 16, 384, 2),
     "multicast of a": Case(GemmConfig(64, 16, 2, 1, 2), 64, 32, 384, 2),
     "blocks without scales": Case(GemmConfig(128, 64, 2, kind="fp8_rows_promoted"), 128, 128, 384, 1),
+    "transposed": Case(GemmConfig(64, 16, 2, kind="bf16", transposed=True), 32, 64, 192, 1),
     "packed b": Case(GemmConfig(64, 64, 2, b_stages=2, kind="mxfp4"), 64, 112, 384, 1),
     "packed b, two scale blocks": Case(GemmConfig(64, 32, 2, scale_blocks=2, b_stages=2, kind="nvfp4"), 64, 48, 700, 1),
     "packed b, two warpgroups": Case(GemmConfig(128, 64, 2, b_stages=2, kind="mxfp4"), 128, 64, 256, 1),

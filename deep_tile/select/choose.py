@@ -27,10 +27,18 @@ def bucketed(problem: GemmProblem) -> GemmProblem:
     """The problem whose choice this one shares: with the largest m in its bucket, and its own row alignment, which
     depends on m for an M-major `a`.
 
-    A common choice for 96x2112x7168 and 128x2112x7168 would cost one of them 6 % (H200, 2026-11-22).
+    A common choice for 96x2112x7168 and 128x2112x7168 would cost one of them 6 % (H200, 2026-11-22). Transposed tiles
+    end at any multiple of 16 rows.
     """
-    step = 8 if problem.m <= 64 else 32 if problem.m <= 128 else 64
+    fine = 16 if _is_transposed(*what_is_made(problem)) and problem.tma_store else 64
+    step = 8 if problem.m <= 64 else min(fine, 32 if problem.m <= 128 else 64)
     return problem._replace(m=round_up(problem.m, step)).with_alignment(problem.row_alignment)
+
+
+@lru_cache(maxsize=256)
+def _is_transposed(*made: bool | str) -> bool:
+    """Whether some default config is transposed."""
+    return any(config.transposed for config in default_configs(True, *made))
 
 
 def _buckets(of_all: GemmProblem, max_m: int) -> list[GemmProblem]:
@@ -88,7 +96,10 @@ def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
         return next((config for config in made if _cluster_tile(config) == _cluster_tile(own)), None)
     if own.grouping != "none":
         return None
-    own = replace(own, kind=problem.kind, tma_store=problem.tma_store, layout=problem.layout)
+    try:
+        own = replace(own, kind=problem.kind, tma_store=problem.tma_store, layout=problem.layout)
+    except ValueError:  # a transposed tile, which is stored by TMA alone
+        return None
     own = quantized(own) if problem.output == QUANTIZED else replace(own, output=problem.output)
     return own and finished(own, problem.bias, problem.activation)
 

@@ -171,21 +171,22 @@ def _unsplit(config: GemmConfig) -> GemmConfig:
 def _names_of_times(config: GemmConfig) -> tuple[tuple[bool, str, str], ...]:
     """Kernels whose times a config's may be, whether `along_rows` has them, and of which kind: its own, then those of
     other results with the same tile, of the kind that it has the times of and of FP8. With an operand along its rows
-    those of such a tile come first, and its own are none."""
+    those of such a tile come first. A transposed tile without times takes those of the same tile that is not."""
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     tile = {field: getattr(config, field) for field in fields}
     timed = times_of(config.kind)
     alike = [(timed, EVERY_KIND[timed].output, "nt"), (timed, "fp32", "nt"), ("fp8", "bf16", "nt")]
     names = [(False, config.kind, config.timed_name)]
     if config.layout != "nt":
-        alike.insert(0, (timed, EVERY_KIND[timed].output, ALONG_ROWS))
+        alike[:0] = [(timed, EVERY_KIND[timed].output, layout) for layout in (config.layout, ALONG_ROWS)]
         names = []
-    for kind, output, layout in alike:
-        try:
-            name = deepest_config(**tile, kind=kind, output=output, layout=layout).timed_name
-        except ValueError:  # a tile that this kind cannot have
-            continue
-        names.append((layout != "nt", kind, name))
+    for transposed in dict.fromkeys((config.transposed, False)):
+        for kind, output, layout in alike:
+            try:
+                like = deepest_config(**tile, kind=kind, output=output, layout=layout, transposed=transposed)
+            except ValueError:  # a tile that this kind cannot have
+                continue
+            names.append((layout != "nt", kind, like.timed_name))
     return tuple(names)
 
 
@@ -247,7 +248,7 @@ best config's time, at worst 1.07; without this term 1.021, at worst 1.19 (2026-
 def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -> float:
     """Bytes that a block loads per K block, divided by the L2 rate share for its row alignment, at most `most`."""
     rows = config.block_m / config.cluster_n, 0 if config.resident_b else config.block_n / config.cluster_m
-    shares = (min(most, LINES[alignment]) for alignment in problem.row_alignment)
+    shares = (min(most, LINES[alignment]) for alignment in config.sides(*problem.row_alignment))
     return sum(each * K_BLOCK_BYTES / share for each, share in zip(rows, shares, strict=True))
 
 

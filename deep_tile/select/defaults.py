@@ -75,6 +75,12 @@ _SPLIT_TILES_ALONG_ROWS = ((64, 2), (128, 2), (128, 4), (192, 2))
 """The same for M- and N-major operands: over 150 products "nn" and "tn" the best among these takes 1.0002 times the
 best among 47, at most 1.02 (H100, 2026-11-26)."""
 
+_TRANSPOSED_TILES = {
+    **{(128, 144): _ALONE, (128, 160): _ALONE, (256, 96): _ALONE, (256, 160): _ALONE},
+    (128, 224): _PAIRS_ALONG_M[1:],
+}
+"""Clusters of transposed tiles, of rows of `b` times rows of `a`."""
+
 _MOST_COPIED = 600
 """Most accumulators x promotions over the main loop's copies beside which an activation's code fits."""
 
@@ -198,12 +204,21 @@ def _in_fewer_boxes(config: GemmConfig, **epilogue: str) -> GemmConfig | None:
 
 def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
     """For kinds other than FP8 with 16-bit results: tiles measured with FP8, with mechanisms that every kind has."""
+    transposed = _transposed(of_kind)
     if of_kind["layout"] != "nt":
-        return tuple(_tiled(_DECODE_TILES_ALONG_ROWS, _TILES_ALONG_ROWS, _SPLIT_TILES_ALONG_ROWS, of_kind))
+        return (*_tiled(_DECODE_TILES_ALONG_ROWS, _TILES_ALONG_ROWS, _SPLIT_TILES_ALONG_ROWS, of_kind), *transposed)
     kind = EVERY_KIND[of_kind["kind"]]
     tiles = _TILES_OF_KINDS if kind.promotes else _TILES_OF_KINDS | _SUMMED_TILES
     splits = [split for split in _SPLIT_TILES_OF_KINDS if split[0] < 128 or kind.scaling != "row_blocks"]
-    return tuple(_tiled(_DECODE_TILES_OF_KINDS, tiles, splits, of_kind))
+    return (*_tiled(_DECODE_TILES_OF_KINDS, tiles, splits, of_kind), *transposed)
+
+
+def _transposed(of_kind: Mapping[str, bool | str]) -> list[GemmConfig]:
+    """Transposed tiles; none for kinds and results that are not transposed."""
+    try:
+        return _tiled((), _TRANSPOSED_TILES, (), {**of_kind, "transposed": True})
+    except ValueError:
+        return []
 
 
 def packed_configs(tiles: Iterable[tuple[int, int, int, int]], **options: bool | str) -> tuple[GemmConfig, ...]:

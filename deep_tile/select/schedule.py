@@ -7,7 +7,8 @@ from deep_tile.select.hardware import H200
 
 def cluster_tiles(config: GemmConfig, problem: GemmProblem) -> int:
     """Units of work: one tile per block in a cluster."""
-    return tile_rows(config, problem) * ceil_div(problem.n, config.block_n * config.cluster_n)
+    _, columns = config.sides(problem.m, problem.n)
+    return tile_rows(config, problem) * ceil_div(columns, config.block_n * config.cluster_n)
 
 
 def tile_rows(config: GemmConfig, problem: GemmProblem) -> int:
@@ -15,7 +16,8 @@ def tile_rows(config: GemmConfig, problem: GemmProblem) -> int:
     if config.by_k:
         return problem.groups.count * ceil_div(problem.m, config.block_m * config.cluster_m)
     if problem.groups is None:
-        return ceil_div(problem.m, config.block_m * config.cluster_m)
+        rows, _ = config.sides(problem.m, problem.n)
+        return ceil_div(rows, config.block_m * config.cluster_m)
     if problem.groups.layout == "counts":
         return problem.groups.count * ceil_div(problem.m, config.block_m)
     return problem.m // config.block_m + min(problem.groups.count, problem.m)
@@ -56,7 +58,8 @@ def raster_rows(config: GemmConfig, problem: GemmProblem) -> int:
     H100 and 1 % more on an H200; 256x128 takes 2 % less in 4-row than in 8-row groups on both. Clusters along N take up
     to 6 % less in 16-row groups (27 shapes each, 2026-11-25). Groups along K were not tried.
     """
-    stays = problem.n * problem.k * problem.product.b.bytes <= H200.l2_bytes // 2
+    _, columns = config.sides(problem.m, problem.n)
+    stays = columns * problem.k * problem.product.b.bytes <= H200.l2_bytes // 2
     if problem.groups is not None:
         return 8 if stays else 16
     if config.block_m == 256:

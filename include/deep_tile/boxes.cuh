@@ -59,14 +59,14 @@ __device__ __forceinline__ int out_column(int column) {
     return column / config.columns_per_output;
 }
 
-// Bytes per row in a box.
+// Bytes per row in a box. A transposed box has a row for each product column, with mma_m of the product's rows.
 template <GemmConfig config>
-constexpr int row_bytes = config.store_columns * config.out_bytes;
+constexpr int row_bytes = (config.transposed ? mma_m : config.store_columns) * config.out_bytes;
 
 // Offset of a box among its warpgroup's buffers.
 template <GemmConfig config>
 __device__ __forceinline__ u32 box_offset(int box) {
-    constexpr int box_bytes = mma_m * row_bytes<config>;
+    constexpr int box_bytes = mma_m * config.store_columns * config.out_bytes;
     return box % config.store_buffers * box_bytes;
 }
 
@@ -110,7 +110,11 @@ __device__ __forceinline__ void store_rows_at(const Store& store, int row, int c
         const int rows = end - row;
         if (rows < config.store_rows) return store(1, column, config.store_rows - rows, end, box);
     }
-    store(0, column, row, box);
+    if constexpr (config.transposed) {
+        store(0, row, column, box);
+    } else {
+        store(0, column, row, box);
+    }
 }
 
 // Stores a box by TMA, or its first store_rows rows, up to the row `end` and the last column; row, column and address

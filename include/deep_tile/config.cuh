@@ -34,7 +34,7 @@ struct GemmConfig {
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
-    bool tma_store;
+    bool tma_store, transposed;
     bool by_offs, by_counts, by_k;
     bool integer_sums, row_scales, column_scales;
     bool accumulate, quantizes;
@@ -64,6 +64,7 @@ struct GemmConfig {
     constexpr bool row_groups() const { return by_offs || by_counts; }
     constexpr bool grouped() const { return row_groups() || by_k; }
     constexpr bool a_has_tail_map() const { return a_span == 0 && !row_groups(); }
+    constexpr bool cuts_b() const { return transposed && b_span > 0 && b_rows == block_n; }  // the matrix's last box
     constexpr bool packed_b() const { return b_group > 0; }  // `b` has 4 bits in memory, and 8 where WGMMA reads it
     constexpr bool resident_b() const { return b_stages > 0 && !packed_b(); }
     constexpr bool moves_registers() const { return math_warpgroups == 2 || packed_b(); }  // by setmaxnreg

@@ -154,7 +154,8 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
 // tiles, which share no `b`, a late start costs 2 %; with two-chunk tiles, 1 % (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ bool starts_successor_early(const GemmParams& params) {
-    return config.chunks > 1 || params.m <= config.block_m;
+    const bool is_one_row = config.transposed ? params.n <= config.block_n : params.m <= config.block_m;
+    return config.chunks > 1 || is_one_row;
 }
 
 template <GemmConfig config>

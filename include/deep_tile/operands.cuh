@@ -55,8 +55,8 @@ __device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<c
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<config> tile) {
     if constexpr (config.b_span > 0) {
-        constexpr int box_rows = config.b_span / sizeof(u16);
-        return span_boxes<config.b_rows, box_rows, config.cluster_m>(params.b_maps[0], params.n - tile.b_row());
+        constexpr int unit = config.cuts_b() ? 8 : config.b_span / sizeof(u16);
+        return span_boxes<config.b_rows, unit, config.cluster_m>(params.b_maps[0], params.n - tile.b_row());
     } else {
         const bool last = tile.out_column() + config.block_n > params.n;
         const bool beyond = config.cluster_n > 1 && tile.out_column() >= params.n;
@@ -87,7 +87,7 @@ class OperandLoader {
         } else {
             ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.k_bytes);
         }
-        load<config.b_rows, config.b_span, shared, false>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
+        load<config.b_rows, config.b_span, shared, config.cuts_b()>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
     }
 
     // Loads the K block of `a`. Scales that TMA copies go first: behind the operands in TMA's queue they gain nothing.

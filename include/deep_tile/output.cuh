@@ -26,7 +26,7 @@ class Epilogue {
           warpgroup_(warpgroup),
           lane_(threadIdx.x % warp_threads),
           first_row_(__shfl_sync(0xffffffff, threadIdx.x % warpgroup_threads / warp_threads, 0) * warp_rows),
-          rows_(ptx::smem_address(smem.out[warpgroup]) + first_row_ * row_bytes<config>) {}
+          rows_(ptx::smem_address(smem.out[warpgroup]) + (config.transposed ? 0 : first_row_ * row_bytes<config>)) {}
 
     // Stores output columns [first, first + out_columns_per_part) of the tile; `row` and `column` locate the
     // warpgroup's first element in the product. Rows from `end` on are not written.
@@ -149,9 +149,15 @@ class Epilogue {
     __device__ __forceinline__ void write_columns(u32 rows, int unit, const float* d) const {
         if constexpr (config.out_bytes == 2) {
             constexpr Format format = config.out_format;
-            ptx::stmatrix_x4(rows + swizzle<config>(lane_ % 16 * row_bytes<config> + unit * 2 + lane_ / 16 * 16),
-                             packed<format>(d[1], d[0]), packed<format>(d[3], d[2]), packed<format>(d[5], d[4]),
-                             packed<format>(d[7], d[6]));
+            const u32 words[] = {packed<format>(d[1], d[0]), packed<format>(d[3], d[2]), packed<format>(d[5], d[4]),
+                                 packed<format>(d[7], d[6])};
+            if constexpr (config.transposed) {
+                const u32 row = unit + lane_ / 16 * 8 + lane_ % 8, column = first_row_ + lane_ / 8 % 2 * 8;
+                ptx::stmatrix_x4_transposed(rows + swizzle<config>(row * row_bytes<config> + column * 2), words);
+            } else {
+                const u32 at = lane_ % 16 * row_bytes<config> + unit * 2 + lane_ / 16 * 16;
+                ptx::stmatrix_x4(rows + swizzle<config>(at), words);
+            }
         } else {
             static_assert(config.out_bytes == 4, "numbers of a size without code that writes them");
 #pragma unroll
