@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT / "examples"))
+
+from other_kernels import derive_attention, derive_convolution  # noqa: E402
 
 from benchmarks import predict  # noqa: E402
 from benchmarks.shapes import M_RANGES, Shape, m_range, select_shapes  # noqa: E402
 from deep_tile import walls  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
+from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS  # noqa: E402
 from deep_tile.method import roofline  # noqa: E402
-from deep_tile.method.other_kernels import derive_attention, derive_convolution  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
 from deep_tile.select import cost  # noqa: E402
 from deep_tile.select.choose import bucketed, candidates, choose, measured_choice  # noqa: E402
