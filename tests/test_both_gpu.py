@@ -1,54 +1,16 @@
-"""The kernels of casts both ways: no write outside of the results that they allocate, also for any call that is drawn."""
+"""The kernels of casts both ways: no write outside of the results that they allocate, for any call that is drawn."""
 
 import pytest
 import torch
+from conftest import POISON
 from test_both import joined, of_weight
 from test_drawn_casts import check_draws
 from test_quantize import codes, wide_matrix
 
-from deep_tile import both, cast_both, cast_weight, transpose_fp8
+from deep_tile import cast_both, cast_weight, transpose_fp8
 from deep_tile.quantize import FP8_DTYPE
 
-pytestmark = pytest.mark.gpu
-
-POISON, MARGIN = 0x55, 4096
-
-
-@pytest.fixture(autouse=True)
-def guards(monkeypatch):
-    """Results lie in poisoned memory, which must not change around them and between their rows."""
-    memory = []
-
-    def inside(x):
-        # No memory of the result itself: a kernel that is told its strides alone reaches no further.
-        size = x.untyped_storage().nbytes()
-        bytes_ = torch.full((size + 2 * MARGIN,), POISON, dtype=torch.uint8, device=x.device)
-        inner = bytes_[MARGIN : MARGIN + size].view(x.dtype).as_strided(x.shape, x.stride())
-        memory.append((bytes_, inner))
-        return inner
-
-    def guarded(operation):
-        allocate = operation.allocated
-
-        def place(given, options):
-            made = list(allocate(given, options))
-            for at in operation._outs:
-                made[at] = inside(made[at])
-            return tuple(made)
-
-        return place
-
-    for operation in (both.CAST_BOTH, both.CAST_WEIGHT, both.TRANSPOSE_FP8):
-        monkeypatch.setattr(operation, "allocated", guarded(operation))
-    yield
-    assert memory
-    for bytes_, inner in memory:
-        if inner.is_cuda:
-            outside = bytes_.clone()
-            outside.view(inner.dtype).as_strided(inner.shape, inner.stride(), inner.storage_offset()).view(
-                torch.uint8 if inner.element_size() == 1 else torch.int32
-            ).fill_(POISON if inner.element_size() == 1 else 0x55555555)
-            assert (outside == POISON).all()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("guarded_results")]
 
 
 def on_cpu(made):

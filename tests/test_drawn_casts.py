@@ -15,8 +15,6 @@ DRAWN = [name for name in CASES if name not in ("linear", "linear of a pair", "g
 """Products have kernels of many configs; test_linear.py and test_gemm_cast.py have them."""
 
 SIZES = {"cpu": (Sizes(300, 560, 1 << 15),), "cuda": (fuzz_casts.USUAL, LARGE)}
-DRAWS = 60
-
 
 pool_on = functools.cache(functools.partial(Pool, seed=1))
 """Values on a device."""
@@ -28,8 +26,8 @@ def test_any_call_is_as_defined(case, device):
     check_draws(case, device)
 
 
-def check_draws(case, device):
-    for number in range(DRAWS):
+def check_draws(case, device, count=60):
+    for number in range(count):
         sizes = SIZES[device][number % 10 == 9 and device == "cuda"]
         inputs, targets, options = CASES[case].draw(random, sizes)
         fill, poison = random.choice(FILLS), random.choice(POISONS)
