@@ -121,6 +121,15 @@ def test_sums_are_in_order_and_rounded_once(device):
         assert (combine(x, torch.ones(1, 4, device=device), index) == wanted).all()
 
 
+@DEVICES
+@pytest.mark.parametrize("number", [-1, -(2**31), 2, 2**31 - 1])
+def test_weights_of_rows_that_do_not_exist_mean_nothing(device, number):
+    index = torch.tensor([[0, number], [number, number]], dtype=torch.int32, device=device)
+    weights = torch.tensor([[1.0, float("inf")], [float("nan"), float("nan")]], device=device)
+    out = combine(torch.ones(2, 8, dtype=torch.bfloat16, device=device), weights, index)
+    assert (out[0] == 1).all() and (out[1] == 0).all()
+
+
 @pytest.mark.gpu
 def test_captured_sums_follow_the_index():
     x, weights = torch.randn(50, 264, device="cuda").bfloat16(), torch.rand(20, 4, device="cuda")
