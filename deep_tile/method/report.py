@@ -20,7 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 
-from deep_tile.kinds import EVERY_KIND
+from deep_tile.kinds import EVERY_KIND, PACKED
 from deep_tile.method.roofline import Candidate, Derivation, judged
 from deep_tile.select import cost, schedule, tuned
 from deep_tile.select import hardware as gpus
@@ -255,7 +255,9 @@ def _notes(derived: Derivation) -> Iterable[str]:
     if derived.dtype not in EVERY_KIND:
         yield f"There is no {derived.dtype} kernel; times are those of FP8 tiles whose stages have as many bytes."
         return
-    if not cost.is_measured(derived.dtype):
+    if derived.dtype in PACKED:
+        yield "Times are those of fp8 tiles, or of the conversion to FP8 where that takes longer."
+    elif not cost.is_measured(derived.dtype):
         like = cost.times_of(derived.dtype)
         yield f"Times are those of {like} tiles whose stages have as many bytes; {derived.dtype} was not measured."
     if gpu != gpus.H200:

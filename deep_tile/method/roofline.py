@@ -184,9 +184,8 @@ def judged(problem: GemmProblem, dtype: str) -> GemmProblem:
 
 def problem_walls(problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8") -> tuple[Wall, ...]:
     """The whole problem against HBM, each operand moved once."""
-    as_fp8 = problem._replace(k=problem.k * operand_bytes_of(dtype), kind="fp8")
     flops = product_flops(problem.m, problem.n, problem.k)
-    bytes_moved = cost.compulsory_bytes(as_fp8)
+    bytes_moved = cost.compulsory_bytes(judged(problem, dtype))
     return (intensity_wall("HBM", flops, bytes_moved, hardware.tflops(dtype), hardware.hbm_tbps),)
 
 
