@@ -81,6 +81,16 @@ def test_the_problem_is_judged_against_hbm_and_the_tile_against_l2():
     assert decode.reason.endswith("bound by HBM")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bytes_per_32"), [("fp8", 32), ("bf16", 64), ("mxfp4", 17), ("nvfp4", 18), ("int4", 16)]
+)
+def test_a_weight_counts_with_the_bytes_it_is_stored_in(dtype, bytes_per_32):
+    (wall,) = roofline.problem_walls(GemmProblem(16, 7168, 16384), dtype=dtype)
+    a_bytes = 16 * 16384 * (2 if dtype == "bf16" else 1)
+    moved = a_bytes + 7168 * 16384 * bytes_per_32 / 32 + 16 * 7168 * 2
+    assert wall.value == pytest.approx(2 * 16 * 7168 * 16384 / moved)
+
+
 def test_littles_law():
     holds = walls.littles_law(11_000, 30.0, 0.33)
     assert (holds.limit, holds.holds) == (9900, True)
