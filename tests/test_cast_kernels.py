@@ -20,7 +20,7 @@ from formats import NAMES_OF_PACKED, draw
 from helpers import CHOICES, assert_silu_mul_cast, some_choices
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_drawn_casts import check_draws
+from test_drawn_casts import EACH_INDEX, EACH_OF_ROWS, check_draws, check_rows
 from test_quantize import EACH_OPTION, assert_same, codes, wide_matrix
 
 from deep_tile import cast as kernels
@@ -226,6 +226,14 @@ def test_any_call_is_as_defined(case, by_kernels, guarded_results):
     with by_kernels() as used:
         check_draws(case, "cpu", 30)
     assert used == {*CASES[case]}
+
+
+@EACH_OF_ROWS
+@EACH_INDEX
+def test_numbers_that_name_no_row_are_zeros(cast, dtype, by_kernels):
+    with by_kernels() as used:
+        check_rows(cast, dtype, "cpu")
+    assert used
 
 
 def each_kernel(*of_them):
