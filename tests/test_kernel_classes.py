@@ -28,6 +28,12 @@ DERIVED = {
 COLUMNS = {"name", "intensity", "smem_bytes", "registers", "stages_min", "stages", "stages_max", "bound", "hit"}
 
 
+def test_the_smallest_kernels():
+    """Less than a byte of them is in flight on an SM, in the mean."""
+    assert derive_elementwise(1, 0.5, 4, H200, warps=1).bytes_in_flight == 1
+    assert derive_reduction(1, 1, 0.25, 0, H200).bytes_in_flight == 1
+
+
 @pytest.fixture
 def explained(call):
     """Data of a class's command with more arguments."""

@@ -17,6 +17,14 @@ _MOST_CHECKED = 4096
 DGRADS, WGRADS, ACTIVATIONS = ("fp8", "bf16"), ("fp8", "fp8_1x128", "bf16"), ("bf16", "fp8")
 
 
+class Held:
+    """Hands a recipe to an autograd.Function. A frozen dataclass as an argument Dynamo of torch 2.10 makes anew, of
+    symbols instead of numbers where sizes are dynamic."""
+
+    def __init__(self, recipe: "Recipe") -> None:
+        self.recipe = recipe
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Formats for a layer's GEMMs, and quantisation options.
@@ -55,6 +63,7 @@ class Recipe:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         quantize.check_options(quantize.Options(SCALE_BLOCK, **self.cast))
+        object.__setattr__(self, "held", Held(self))
         # A key: fields of a dataclass are hashed in Python.
         object.__setattr__(self, "options", (self.dgrad, self.wgrad, self.recast, self.amax_floor, self.round_scale))
 
