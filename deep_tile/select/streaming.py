@@ -206,7 +206,7 @@ def _reductions(
     vector = gcd(_vector_elements(max(read_bytes, write_bytes)), columns)
     loads, load_bytes = columns // vector, vector * read_bytes
     for threads in THREADS_PER_ROW:
-        if threads * load_bytes < LINE_BYTES and threads < loads:
+        if threads * load_bytes < LINE_BYTES and threads < min(loads, THREADS_PER_ROW[-1]):
             continue
         launch = _reduction(rows, columns, read_bytes, write_bytes, hardware, vector, threads)
         yield launch

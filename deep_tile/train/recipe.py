@@ -9,6 +9,7 @@ import torch
 from deep_tile import quantize, tensors
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.ops import SMALLEST_AMAX_FLOOR
+from deep_tile.options import check_one
 
 Found = TypeVar("Found")
 
@@ -63,6 +64,8 @@ class Recipe:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         quantize.check_options(quantize.Options(SCALE_BLOCK, **self.cast))
+        for name in ("recast", "keep_weights"):
+            check_one(name, getattr(self, name))
         object.__setattr__(self, "held", Held(self))
         # A key: fields of a dataclass are hashed in Python.
         object.__setattr__(self, "options", (self.dgrad, self.wgrad, self.recast, self.amax_floor, self.round_scale))
