@@ -30,9 +30,22 @@ def bucketed(problem: GemmProblem) -> GemmProblem:
     A common choice for 96x2112x7168 and 128x2112x7168 would cost one of them 6 % (H200, 2026-11-22). Transposed tiles
     end at any multiple of 16 rows.
     """
-    fine = 16 if _is_transposed(*what_is_made(problem)) and problem.tma_store else 64
-    step = 8 if problem.m <= 64 else min(fine, 32 if problem.m <= 128 else 64)
+    step = 8 if problem.m <= 64 else 32 if problem.m <= 128 else 64
+    if problem.m > 64 and problem.tma_store and _may_transpose(problem) and _is_transposed(*what_is_made(problem)):
+        step = 16
     return problem._replace(m=round_up(problem.m, step)).with_alignment(problem.row_alignment)
+
+
+MOST_TRANSPOSED, MOST_TRANSPOSED_PRODUCTS = 2048, 2e11
+"""Most rows, and products m x n x k, for transposed tiles. The larger products are, the less padding they have and the
+more the power limit decides, for which the times of these tiles were not fitted: of 548 drawn products 16 are larger,
+and two of those gain more than 2 % (H100, 2026-11-27)."""
+
+
+def _may_transpose(problem: GemmProblem) -> bool:
+    """By the most rows of the bucket without transposed tiles, so that all in a bucket of either kind agree."""
+    most = round_up(problem.m, 64)
+    return most <= MOST_TRANSPOSED and most * problem.n * problem.k <= MOST_TRANSPOSED_PRODUCTS
 
 
 @lru_cache(maxsize=256)
@@ -59,11 +72,12 @@ def candidates(
 
 
 def _runnable(problem: GemmProblem, own: GemmConfig | None = None) -> list[GemmConfig]:
-    """The m-independent part of `candidates`."""
+    """The part of `candidates` that depends on m only by `_may_transpose`."""
     default = default_configs(problem.tma_store, *what_is_made(problem))
     known = dict.fromkeys((*default, *([own] if own else [])))
+    may_transpose = _may_transpose(problem)
     configs = (c for c in known if suits(c, problem) and (problem.split_k or c.split_k == 1))
-    return [c for c in configs if c.cluster <= problem.num_sms]
+    return [c for c in configs if c.cluster <= problem.num_sms and (may_transpose or not c.transposed)]
 
 
 def suits(config: GemmConfig, problem: GemmProblem) -> bool:
@@ -140,10 +154,10 @@ _FEW = 4
 def _foresee(buckets: list[GemmProblem], tuned: Tuned) -> dict[tuple[GemmProblem, None], GemmConfig]:
     """The results of `choose_bucket` for buckets that differ in m and row alignment, in a twentieth of the time;
     without those that are measured or close."""
-    alike: dict[tuple[int, int], list[GemmProblem]] = {}
+    alike: dict[tuple[tuple[int, int], bool], list[GemmProblem]] = {}
     for bucket in buckets:
         if measured_choice(bucket, tuned_choice(bucket, tuned)) is None:
-            alike.setdefault(bucket.row_alignment, []).append(bucket)
+            alike.setdefault((bucket.row_alignment, _may_transpose(bucket)), []).append(bucket)
     return {key: config for problems in alike.values() for key, config in _foresee_alike(problems).items()}
 
 
