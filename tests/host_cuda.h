@@ -40,6 +40,7 @@ inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 // Shared memory of a cluster's blocks, for kernels that read and write each other's; others have theirs as statics.
 enum { HOST_SHARED_BYTES = 1 << 16 };

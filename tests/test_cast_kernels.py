@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from formats import NAMES_OF_PACKED, draw
-from helpers import CHOICES, assert_silu_mul_cast, some_choices
+from helpers import CHOICES, assert_cast_within, assert_silu_mul_cast, norm_bounds, some_choices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_quantize import EACH_OPTION, assert_same, codes, wide_matrix
 
-from deep_tile import both, combine, experts, gated, pack_weight, packed, params, quantize, sources, transposed
+from deep_tile import both, combine, experts, gated, norms, pack_weight, packed, params, quantize, sources, transposed
 from deep_tile import cast as kernels
 from deep_tile.codegen import SortKernel, streaming_source
 from deep_tile.config import ceil_div, round_up
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.about(
         "deep_tile/reference.py",
         "deep_tile/both.py",
         "deep_tile/gated.py",
+        "deep_tile/norms.py",
         "deep_tile/select/streaming.py",
         "tests/test_quantize.py",
     ),
@@ -62,10 +63,14 @@ ASSEMBLY_OF_ROWS = {
 }
 """Assembly that only casts of rows have."""
 
-ASSEMBLY_OF_COMBINE = {
+ASSEMBLY_OF_NORM = {
     r'asm\("cvt\.rn\.bf16x2\.f32 .*?;" : "=r"\(packed\) : "f"\(high\), "f"\(low\)\);': (
         "packed = host_bf16x2(high, low);"
     ),
+}
+
+ASSEMBLY_OF_COMBINE = {
+    **ASSEMBLY_OF_NORM,
     r'asm volatile\("griddepcontrol\.\w+;" ::: "memory"\);': "",
 }
 
@@ -79,9 +84,7 @@ ASSEMBLY_OF_UNPACK = {
 ASSEMBLY_OF_GATED = {
     **ASSEMBLY,
     **ASSEMBLY_OF_ROWS,
-    r'asm\("cvt\.rn\.bf16x2\.f32 .*?;" : "=r"\(packed\) : "f"\(high\), "f"\(low\)\);': (
-        "packed = host_bf16x2(high, low);"
-    ),
+    **ASSEMBLY_OF_NORM,
     r'asm\("cvt\.rn\.f16x2\.e4m3x2 .*?;" : "=r"\(packed\) : "h"\(codes\)\);': "packed = host_f16x2_of_e4m3x2(codes);",
     r"extern __shared__ uint4 dynamic_vectors\[\];": "auto* dynamic_vectors = &host_shared<uint4>();",
 }
@@ -141,6 +144,8 @@ def assembly_of(kernel):
         return ASSEMBLY_OF_UNPACK
     if kernel in kernels.GATED.values():
         return ASSEMBLY_OF_GATED
+    if kernel in kernels.NORM.values():
+        return ASSEMBLY | ASSEMBLY_OF_NORM
     if kernel in (*kernels.TRANSPOSED.values(), *kernels.BOTH.values()):
         return ASSEMBLY
     return ASSEMBLY if kernel.what == "plain" else ASSEMBLY | ASSEMBLY_OF_ROWS
@@ -766,3 +771,24 @@ def test_tokens_of_choices_are_exact(top_k, data):
     token = data.draw(st.integers(0, tokens - 1))
     for number in (token * top_k, token * top_k + top_k - 1):
         assert number * numbers["top_k_reciprocal"] >> numbers["top_k_shift"] == token
+
+
+# ---- RMSNorm of a sum, cast
+
+
+@pytest.mark.parametrize("kernel", kernels.NORM.values(), ids=lambda kernel: kernel.name)
+def test_norms_are_within_their_bounds(launch, kernel):
+    """Of rows that a thread block's vectors cover, and of shorter ones; no stray write."""
+    options, most = norms.NormOptions(1e-5, 1e-10), kernels.NORM_VECTOR * kernel.threads
+    for rows, columns in ((3, most), (2, most // 2 + 48), (1, 40)):
+        given = [torch.randn(shape).bfloat16() for shape in ((rows, columns), (rows, columns), (columns,))]
+        _, _, _, *made = norms.ADD_RMS_NORM_CAST.allocated((*given, None, None, None), options)
+        inner, memory = guarded_like(made)
+        call = *given, *inner
+        numbers, places = norms.ADD_RMS_NORM_CAST.numbers(call, options), params.places(norms.FIELDS)
+        launch(kernel, rows, numbers, *call, places=places)
+        out, scale, total = inner
+        assert torch.equal(total, given[0] + given[1])
+        assert_cast_within(norm_bounds(*given, options.epsilon), out, scale, options.amax_floor)
+        for m in memory:
+            assert (m[:32] == POISON).all() and (m[-32:] == POISON).all()
