@@ -9,8 +9,17 @@ from typing import NamedTuple
 from deep_tile.problem import GemmProblem
 from deep_tile.select.cost import compulsory_bytes
 from deep_tile.select.hardware import H200, Hardware
-from deep_tile.tools.shapes import DEEPSEEK_V3_LAYERS
 from deep_tile.walls import product_flops
+
+DEEPSEEK_V3_LAYERS = {
+    "q and kv down-projection": (2112, 7168),
+    "shared expert, gate and up": (4096, 7168),
+    "shared expert, down": (7168, 2048),
+    "attention output": (7168, 16384),
+    "q up-projection": (24576, 1536),
+    "kv up-projection": (32768, 512),
+}
+"""(n, k) for DeepSeek-V3's linear layers, which `examples/demo.py` multiplies, too."""
 
 
 class Shape(NamedTuple):

@@ -145,14 +145,20 @@ def quick_compiler(request, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def call(capfd):
-    """Run a command line; returns exit code, stdout and stderr."""
+def call_main(capfd):
+    """Run a program's `main` with arguments; returns exit code, stdout and stderr."""
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+    def run(main, *arguments: str) -> tuple[int, str, str]:
         try:
-            code = cli.main(arguments)
+            code = main(arguments)
         except SystemExit as stop:
             code = stop.code
         return code, *capfd.readouterr()
 
     return run
+
+
+@pytest.fixture
+def call(call_main):
+    """`call_main` of deep_tile's command line."""
+    return functools.partial(call_main, cli.main)

@@ -1,4 +1,4 @@
-"""The command line, called in this process. No GPU: where there is one, it is hidden."""
+"""The command line and examples/demo.py, called in this process. No GPU: where there is one, it is hidden."""
 
 import argparse
 import contextlib
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cuda.core import Program, ProgramOptions
+from helpers import EXAMPLES
 
 import deep_tile
 from deep_tile import _launcher, jit, progress, sass, settings
@@ -27,9 +28,14 @@ from deep_tile.select import tuned
 from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for, measured_choice, suits
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
-from deep_tile.tools import cli, demo, demo_experts, demo_kinds, doctor, products, timing
+from deep_tile.tools import cli, doctor, products, timing
 from deep_tile.tools.compile import wanted_configs
 from deep_tile.tools.doctor import DOCTORS_KERNELS
+
+sys.path += [str(EXAMPLES), str(EXAMPLES.parent)]  # Appended: an installed deep_tile still comes first.
+import demo  # noqa: E402
+import demo_experts  # noqa: E402
+import demo_kinds  # noqa: E402
 
 NO_GPU = "this test hides the GPU"
 FEW_KERNELS = "8x512x256"
@@ -77,6 +83,11 @@ def cache(tmp_path, monkeypatch):
     forget()
     yield tmp_path / "cache"
     forget()
+
+
+@pytest.fixture
+def show_demo(call_main):
+    return functools.partial(call_main, demo.main)
 
 
 def kernels_in(text: str) -> list[str]:
@@ -177,8 +188,8 @@ def test_output_is_readable_at_80_columns(call, monkeypatch, arguments):
             assert not following.startswith("   "), line
 
 
-def test_demo_is_readable_at_80_columns(call, monkeypatch, one_layer):
-    lines = shown_at_80(call, monkeypatch, "demo")
+def test_demo_is_readable_at_80_columns(show_demo, monkeypatch, one_layer):
+    lines = shown_at_80(show_demo, monkeypatch)
     assert max(map(len, lines)) <= 80
     rows = [line for line in lines if re.match(r"fp8_gemm_\S+ +\d|fp8 +e4m3, e4m3 +1x128, 128x128 +bf16", line)]
     assert len(rows) == 3 and all(re.search(r" [\d.e-]+$", row) for row in rows)
@@ -196,7 +207,7 @@ def made_up_gpu(monkeypatch):
     monkeypatch.setattr(timing, "L2Flush", lambda: None)
 
 
-def test_demo_on_a_gpu_is_readable_at_80_columns(call, monkeypatch, made_up_gpu):
+def test_demo_on_a_gpu_is_readable_at_80_columns(show_demo, monkeypatch, made_up_gpu):
     def measure(m, n, k, flush):
         return demo._Measured(choose(GemmProblem(m, n, k)).name, 1000.0, 1100.0, 2000.0, 1.66e-3)
 
@@ -206,7 +217,7 @@ def test_demo_on_a_gpu_is_readable_at_80_columns(call, monkeypatch, made_up_gpu)
     monkeypatch.setattr(timing, "capture", lambda call: call)
     times = dict.fromkeys(demo_kinds.SHOWN, SimpleNamespace(us=1234.5))
     monkeypatch.setattr(timing, "time_alternating", lambda graphs, samples, flush: times)
-    lines = shown_at_80(call, monkeypatch, "demo")
+    lines = shown_at_80(show_demo, monkeypatch)
     assert max(map(len, lines)) <= 80
     row = next(line for line in lines if line.startswith("4096x7168x16384"))
     assert row.split() == ["4096x7168x16384", "1000.0", "962", "2000.0", "2.00", "1100.0", "1.10", "1.7e-03"]
@@ -215,7 +226,7 @@ def test_demo_on_a_gpu_is_readable_at_80_columns(call, monkeypatch, made_up_gpu)
     assert "2.00 times as fast as BF16 and 1.10 times as fast as per-tensor cuBLAS" in verdict
 
 
-def test_demo_of_experts_on_a_gpu_is_readable_at_80_columns(call, monkeypatch, made_up_gpu):
+def test_demo_of_experts_on_a_gpu_is_readable_at_80_columns(show_demo, monkeypatch, made_up_gpu):
     class Layer:
         def __init__(self, *given): ...
 
@@ -231,16 +242,16 @@ def test_demo_of_experts_on_a_gpu_is_readable_at_80_columns(call, monkeypatch, m
     monkeypatch.setattr(timing, "capture", lambda call: SimpleNamespace(replay=None))
     times = {"ours": SimpleNamespace(us=1000.0), "loop": SimpleNamespace(us=24000.0)}
     monkeypatch.setattr(timing, "time_calls", lambda calls, samples, flush: times)
-    lines = shown_at_80(call, monkeypatch, "demo", "--experts")
+    lines = shown_at_80(show_demo, monkeypatch, "--experts")
     assert max(map(len, lines)) <= 80
     assert next(line for line in lines if line.startswith("2048 ")).split()[:4] == ["2048", "1000.0", "24000.0", "24.0"]
     assert "12 steps are right, and the layer is 24.0 to 24.0 times as fast" in " ".join(lines[-2:])
 
 
-def test_demo_shows_what_an_h200_took(call, monkeypatch):
+def test_demo_shows_what_an_h200_took(show_demo, monkeypatch):
     monkeypatch.setattr(demo, "build_all", lambda configs, jobs: [])
     monkeypatch.setattr(demo_kinds, "show_without_gpu", lambda: 0)
-    lines = shown_at_80(call, monkeypatch, "demo")
+    lines = shown_at_80(show_demo, monkeypatch)
     (title,) = (number for number, line in enumerate(lines) if line.startswith("Not measured here: stored times"))
     rows = [line.split() for line in lines[title + 3 : title + 21]]
     assert [row[0] for row in rows] == ["x".join(map(str, shape)) for shape in demo._demo_shapes()]
@@ -507,8 +518,8 @@ def one_layer(monkeypatch):
     monkeypatch.setattr(demo_kinds, "SHOWN", demo_kinds.SHOWN[:2])
 
 
-def test_demo_without_a_gpu_compiles_and_computes(call, one_layer):
-    code, out, err = call("demo")
+def test_demo_without_a_gpu_compiles_and_computes(show_demo, one_layer):
+    code, out, err = show_demo()
     assert code == 0, err
     assert NO_GPU in out
     assert set(kernels_in(out)) == {choose(GemmProblem(m, 512, 256)).name for m in demo.TOKENS}
@@ -521,10 +532,10 @@ def test_demo_without_a_gpu_compiles_and_computes(call, one_layer):
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
-def test_demo_fails_on_a_wrong_product(call, one_layer, monkeypatch, factor):
+def test_demo_fails_on_a_wrong_product(show_demo, one_layer, monkeypatch, factor):
     right = deep_tile.fp8_gemm
     monkeypatch.setattr(deep_tile, "fp8_gemm", lambda *operands, **how: right(*operands, **how) * factor)
-    code, out, err = call("demo")
+    code, out, err = show_demo()
     assert code == 1
     assert "exceeds" in err
     assert "All is well" not in out and "\nSomething is wrong: see the messages above" in out
@@ -536,22 +547,22 @@ def test_every_kind_is_shown_and_as_exact_as_it_is_to_be():
         assert demo_kinds._error(kind, demo_kinds.SMALL, "cpu") <= products.most_error(kind, demo_kinds.SMALL[2])
 
 
-def test_demo_fails_on_a_wrong_kind(call, one_layer, monkeypatch):
+def test_demo_fails_on_a_wrong_kind(show_demo, one_layer, monkeypatch):
     right = demo_kinds.multiply
 
     def wrong(kind, operands, out):
         return right(kind, operands, out).mul_(1.01 if kind.name == "bf16" else 1)
 
     monkeypatch.setattr(demo_kinds, "multiply", wrong)
-    code, _, err = call("demo")
+    code, _, err = show_demo()
     assert code == 1
     assert "bf16: relative error" in err and err.count("exceeds") == 1
 
 
 @pytest.mark.gpu
-def test_demo_on_a_gpu_times_and_checks(call, one_layer, monkeypatch):
+def test_demo_on_a_gpu_times_and_checks(show_demo, one_layer, monkeypatch):
     monkeypatch.setattr(deep_tile, "is_available", deep_tile.checks.is_available)
-    code, out, err = call("demo")
+    code, out, err = show_demo()
     assert code == 0, err
     assert "TFLOPS" in out
     assert all(re.search(rf"^{kind.name} .*{kind.output}", out, re.MULTILINE) for kind in demo_kinds.SHOWN)
@@ -564,8 +575,8 @@ def few_experts(monkeypatch):
     monkeypatch.setattr(demo_experts, "TOKENS", (40, 300))
 
 
-def test_demo_of_experts_without_a_gpu_compiles_and_computes(call, few_experts):
-    code, out, err = call("demo", "--experts")
+def test_demo_of_experts_without_a_gpu_compiles_and_computes(show_demo, few_experts):
+    code, out, err = show_demo("--experts")
     assert code == 0, err
     assert NO_GPU in out
     asked = [(16, -(-tokens * 3 // 16), n, k) for tokens in (40, 300) for n, k in ((256, 256), (256, 128))]
@@ -579,7 +590,7 @@ def test_demo_of_experts_without_a_gpu_compiles_and_computes(call, few_experts):
     ("name", "step"),
     [("fp8_grouped_gemm", "gate and up"), ("silu_mul_cast_to_fp8", "activation and cast"), ("combine", "sum")],
 )
-def test_demo_of_experts_fails_on_a_wrong_step(call, few_experts, monkeypatch, name, step):
+def test_demo_of_experts_fails_on_a_wrong_step(show_demo, few_experts, monkeypatch, name, step):
     right = getattr(deep_tile, name)
 
     def wrong(*given):
@@ -588,19 +599,24 @@ def test_demo_of_experts_fails_on_a_wrong_step(call, few_experts, monkeypatch, n
         return right(*given) * 1.01
 
     monkeypatch.setattr(deep_tile, name, wrong)
-    code, _, err = call("demo", "--experts")
+    code, _, err = show_demo("--experts")
     assert code == 1 and f"tokens, {step}: relative error" in err and "exceeds" in err
 
 
 @pytest.mark.gpu
-def test_demo_of_experts_on_a_gpu_times_and_checks(call, few_experts, monkeypatch):
+def test_demo_of_experts_on_a_gpu_times_and_checks(show_demo, few_experts, monkeypatch):
     monkeypatch.setattr(deep_tile, "is_available", deep_tile.checks.is_available)
-    code, out, err = call("demo", "--experts")
+    code, out, err = show_demo("--experts")
     assert code == 0, err
     assert "times as fast as a loop in BF16" in out and re.search(r"^300 +\d", out, re.MULTILINE)
 
 
-# ---- bench
+# ---- scripts of a checkout
+
+
+def test_demo_is_called_with_its_arguments(capfd):
+    assert cli.main(["demo", "--help"]) == 0
+    assert "--experts" in capfd.readouterr().out
 
 
 def test_bench_passes_its_arguments_on(capfd):
@@ -615,11 +631,12 @@ def test_bench_needs_a_gpu(capfd, monkeypatch):
     assert (out, err.partition(":")[0]) == ("", "benchmarks need a Hopper GPU")
 
 
-def test_bench_outside_a_checkout_says_where_it_is(call, monkeypatch, tmp_path):
+@pytest.mark.parametrize("script", cli.SCRIPTS)
+def test_a_script_outside_a_checkout_says_where_it_is(call, monkeypatch, tmp_path, script):
     monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
-    code, _, err = call("bench")
-    assert code == 1
-    assert "in a checkout" in err
+    code, _, err = call(*script.split())
+    assert code == 1 and err.startswith(f"deep-tile: {cli.SCRIPTS[script][0]} is not part of the installed package")
+    assert f"python -m deep_tile {script}" in err and "in a checkout" in err
 
 
 # ---- arguments and errors
@@ -670,7 +687,6 @@ def run_without(package: str, *arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("package", "arguments", "remedy"),
     [
-        ("torch", ("demo",), "pip install torch"),
         ("torch", ("compile", "--shape", FEW_KERNELS), "pip install torch"),
         ("torch", ("tune", "512x256"), "pip install torch"),
         ("matplotlib", ("explain", "16x512x256", "--plot", "roof"), 'pip install "deep_tile[bench]"'),
@@ -692,7 +708,7 @@ def test_doctor_without_torch_says_how_to_get_it(cache):
 
 
 def test_bug_in_an_import_is_not_taken_for_a_missing_package():
-    assert "Traceback" in run_without("deep_tile.reference", "demo").stderr
+    assert "Traceback" in run_without("deep_tile.reference", "compile", "--shape", FEW_KERNELS).stderr
 
 
 def test_module_runs_as_a_program():

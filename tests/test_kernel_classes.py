@@ -1,17 +1,23 @@
 """`explain attention`, `convolution`, `elementwise` and `reduction`: choice, candidates and words."""
 
+import functools
 import json
 import subprocess
 import sys
 from itertools import pairwise
 
 import pytest
+from helpers import EXAMPLES
 
-from deep_tile.method.other_kernels import derive_attention, derive_convolution
 from deep_tile.select.hardware import H20, H200
 from deep_tile.select.streaming import derive_elementwise, derive_reduction
-from deep_tile.tools.kernel_classes import CLASSES
+from deep_tile.tools import cli
 from deep_tile.walls import walls_hit
+
+sys.path.append(str(EXAMPLES))
+import explain_kernels  # noqa: E402
+from explain_kernels import CLASSES  # noqa: E402
+from other_kernels import derive_attention, derive_convolution  # noqa: E402
 
 ASKED = {
     "attention": "--head-dim 128",
@@ -29,11 +35,16 @@ COLUMNS = {"name", "intensity", "smem_bytes", "registers", "stages_min", "stages
 
 
 @pytest.fixture
+def call(call_main):
+    return functools.partial(call_main, explain_kernels.main)
+
+
+@pytest.fixture
 def explained(call):
     """Data of a class's command with more arguments."""
 
     def explain(name: str, more: str = ""):
-        code, out, err = call("explain", name, *ASKED[name].split(), *more.split(), "--json")
+        code, out, err = call(name, *ASKED[name].split(), *more.split(), "--json")
         assert (code, err) == (0, "")
         return json.loads(out)
 
@@ -58,7 +69,7 @@ def test_the_choice_is_that_of_the_function(explained, name, gpu):
 
 @pytest.mark.parametrize("name", ASKED)
 def test_text_has_every_column_and_the_recommendation(call, name):
-    code, out, err = call("explain", name, *ASKED[name].split())
+    code, out, err = call(name, *ASKED[name].split())
     assert (code, err) == (0, "")
     text = " ".join(out.split())
     for said in ("FLOP/byte", "KiB", "registers", "stages", "Recommended: ", "on 132 SMs of H200"):
@@ -72,7 +83,7 @@ def test_tiles_that_hit_a_wall_come_last_and_say_which(explained, call):
     hit = [bool(row["hit"]) for row in data["candidates"]]
     assert hit == sorted(hit) and any(hit) and not hit[0]
     assert all(row["smem_bytes"] <= 99 * 1024 for row in data["candidates"] if not row["hit"])
-    text = " ".join(call("explain", "attention", *ASKED["attention"].split(), *few.split(), "--all")[1].split())
+    text = " ".join(call("attention", *ASKED["attention"].split(), *few.split(), "--all")[1].split())
     assert f"{sum(hit)} of {len(hit)} candidates hit a wall" in text and "capacity wall by" in text
     assert f"{len(hit)} of {len(hit)} candidates" in text
 
@@ -101,7 +112,7 @@ def test_few_tokens_are_worth_few_loads(explained):
     ],
 )
 def test_what_cannot_be_is_one_line_and_code_1(call, name, more, said):
-    code, out, err = call("explain", name, *ASKED[name].split(), *more.split())
+    code, out, err = call(name, *ASKED[name].split(), *more.split())
     assert (code, out) == (1, "") and said in err and err.count("\n") == 1
 
 
@@ -115,23 +126,26 @@ def test_what_cannot_be_is_one_line_and_code_1(call, name, more, said):
         ("elementwise --write-bytes -1", "argument --write-bytes: '-1' is neither 0 nor a positive, finite number"),
         ("elementwise --read-bytes nan", "argument --read-bytes: 'nan' is not a positive number from 1e-06 to 1e+09"),
         ("attention --head-dim 128 --rows 3", "unrecognized arguments: --rows 3"),
-        ("pooling --head-dim 128", "argument"),
+        ("pooling --head-dim 128", "argument CLASS: invalid choice: 'pooling'"),
     ],
 )
 def test_commands_that_make_no_sense(call, arguments, said):
-    code, out, err = call("explain", *arguments.split())
+    code, out, err = call(*arguments.split())
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1
 
 
-def test_they_are_listed_by_help(call):
-    code, out, _ = call("--help")
+def test_they_are_commands_of_deep_tile(call_main):
+    code, out, _ = call_main(cli.main, "--help")
     assert code == 0
-    assert all(f"explain {name}" in out for name in CLASSES)
+    commands = [f"explain {name}" for name in CLASSES]
+    assert [script for script in cli.SCRIPTS if script.startswith("explain ")] == commands
+    assert all(command in out for command in commands)
+    code, out, err = call_main(cli.main, "explain", "attention", "--head-dim", "64")
+    assert (code, err) == (0, "") and "192x128" in out
 
 
-def test_it_runs_as_a_program_without_torch():
-    code = "import sys; from deep_tile.tools import cli; cli.main(); assert 'torch' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "explain", "attention", "--head-dim", "64"], capture_output=True, text=True
-    )
+def test_it_needs_no_torch():
+    code = f"import sys; sys.path.append({str(EXAMPLES)!r}); import explain_kernels; explain_kernels.main()"
+    command = [sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules", "attention", "--head-dim", "64"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "192x128" in done.stdout

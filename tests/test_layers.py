@@ -242,9 +242,6 @@ LATER_WITH_TORCH = {
     "integrations.vllm",
     "method.calls",
     "tools.cli",
-    "tools.demo",
-    "tools.demo_experts",
-    "tools.demo_kinds",
     "tools.doctor",
     "tools.products",
     "watch",
@@ -376,7 +373,7 @@ def test_public_names_are_not_the_tools():
         ("select/choose.py", "from deep_tile.select import tuned", "select.choose:1 imports select.tuned, and is pure"),
         ("codegen.py", "def late():\n    import torch", "codegen:2 imports torch, and does without torch"),
         ("tools/cli.py", "from deep_tile.tools import tune", "tools.cli:1 imports tools.tune, and does without torch"),
-        ("tools/demo.py", "import torch", "tools.demo:1 imports torch, and does without torch"),
+        ("tools/products.py", "import torch", "tools.products:1 imports torch, and does without torch"),
         ("tools/cli.py", "from benchmarks import bench_gemm", "tools.cli:1 imports benchmarks of a checkout"),
         (
             "integrations/transformers.py",

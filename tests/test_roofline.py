@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT / "examples"))
+
+from other_kernels import derive_attention, derive_convolution  # noqa: E402
 
 from benchmarks import predict  # noqa: E402
 from benchmarks.shapes import M_RANGES, Shape, m_range, select_shapes  # noqa: E402
 from deep_tile import walls  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
+from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS  # noqa: E402
 from deep_tile.method import roofline  # noqa: E402
-from deep_tile.method.other_kernels import derive_attention, derive_convolution  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
 from deep_tile.select import cost  # noqa: E402
 from deep_tile.select.choose import bucketed, candidates, choose, measured_choice  # noqa: E402
@@ -76,6 +79,16 @@ def test_the_problem_is_judged_against_hbm_and_the_tile_against_l2():
     (decode,) = roofline.problem_walls(GemmProblem(1, 4096, 7168))
     assert not decode.holds
     assert decode.reason.endswith("bound by HBM")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bytes_per_32"), [("fp8", 32), ("bf16", 64), ("mxfp4", 17), ("nvfp4", 18), ("int4", 16)]
+)
+def test_a_weight_counts_with_the_bytes_it_is_stored_in(dtype, bytes_per_32):
+    (wall,) = roofline.problem_walls(GemmProblem(16, 7168, 16384), dtype=dtype)
+    a_bytes = 16 * 16384 * (2 if dtype == "bf16" else 1)
+    moved = a_bytes + 7168 * 16384 * bytes_per_32 / 32 + 16 * 7168 * 2
+    assert wall.value == pytest.approx(2 * 16 * 7168 * 16384 / moved)
 
 
 def test_littles_law():

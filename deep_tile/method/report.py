@@ -20,8 +20,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 
-from deep_tile.kinds import EVERY_KIND
-from deep_tile.method.roofline import Candidate, Derivation, judged
+from deep_tile.kinds import EVERY_KIND, PACKED
+from deep_tile.method.roofline import Candidate, Derivation, Tile, judged, stored_bytes_of
 from deep_tile.select import cost, schedule, tuned
 from deep_tile.select import hardware as gpus
 from deep_tile.select.choose import bucket_key, choose
@@ -255,13 +255,24 @@ def _notes(derived: Derivation) -> Iterable[str]:
     if derived.dtype not in EVERY_KIND:
         yield f"There is no {derived.dtype} kernel; times are those of FP8 tiles whose stages have as many bytes."
         return
-    if not cost.is_measured(derived.dtype):
+    if derived.dtype in PACKED:
+        yield "Times are those of fp8 tiles, or of the conversion to FP8 where that takes longer."
+    elif not cost.is_measured(derived.dtype):
         like = cost.times_of(derived.dtype)
         yield f"Times are those of {like} tiles whose stages have as many bytes; {derived.dtype} was not measured."
     if gpu != gpus.H200:
         used = choose(judged(derived.problem, derived.dtype), tuned.configs(derived.problem.num_sms))
         if used != derived.choice.config:
             yield f"By itself the call takes {used.name}, as for an H200 with as many SMs; `config=` overrides it."
+
+
+def _stage_operands(made: Tile) -> tuple[float, str]:
+    """Bytes of a tile's operands in memory, and how they are counted."""
+    a_bytes, b_bytes = stored_bytes_of(made.dtype)
+    operands = (made.block_m * a_bytes + made.block_n * b_bytes) * made.block_k
+    if a_bytes == b_bytes:
+        return operands, f"({made.block_m} + {made.block_n}) x {made.block_k} x {a_bytes:g}"
+    return operands, f"({made.block_m} x {a_bytes:g} + {made.block_n} x {b_bytes:g}) x {made.block_k}"
 
 
 def _wall_table(derived: Derivation) -> Table:
@@ -272,16 +283,14 @@ def _wall_table(derived: Derivation) -> Table:
     made.add_row("HBM, the problem", mark(derived.walls[0]), derived.walls[0].reason)
     registers = f"{size}: {walls['register'].reason}{_hit_by(derived, 'register')}"
     made.add_row("registers", mark(walls["register"]), registers)
-    element_bytes = operand_bytes_of(derived.dtype)
-    operands = (choice.block_m + choice.block_n) * choice.block_k * element_bytes
+    operands, arithmetic = _stage_operands(choice)
     fixed = choice.smem_bytes - choice.stages * choice.stage_bytes
     made.add_row(
         "capacity",
         mark(walls["capacity"]),
-        f"({choice.block_m} + {choice.block_n}) x {choice.block_k} x {element_bytes} = {operands} bytes "
-        f"of operands, {choice.stage_bytes} a stage with scales and barriers; ({gpu.smem_bytes} - {fixed}) / "
-        f"{choice.stage_bytes} = {choice.stages_max} stages at most, {choice.stages} used"
-        f"{_hit_by(derived, 'capacity')}",
+        f"{arithmetic} = {operands:g} bytes of operands, {choice.stage_bytes} a stage with scales and barriers; "
+        f"({gpu.smem_bytes} - {fixed}) / {choice.stage_bytes} = {choice.stages_max} stages at most, "
+        f"{choice.stages} used{_hit_by(derived, 'capacity')}",
     )
     made.add_row("L2, the tile", mark(walls["intensity (L2)"]), walls["intensity (L2)"].reason)
     smem = walls["intensity (shared memory)"]

@@ -9,7 +9,7 @@ from math import gcd
 from typing import NamedTuple, TypeVar
 
 from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, check_sizes
-from deep_tile.kinds import EVERY_KIND
+from deep_tile.kinds import EVERY_KIND, PACKED
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, cost
 from deep_tile.select.cost import Estimate
@@ -182,11 +182,17 @@ def judged(problem: GemmProblem, dtype: str) -> GemmProblem:
     return problem if dtype == problem.kind else problem._replace(kind=dtype, output=EVERY_KIND[dtype].output)
 
 
+def stored_bytes_of(dtype: str) -> tuple[float, float]:
+    """Bytes per element of `a` and of `b` in memory; a packed weight's with its scales."""
+    if dtype in PACKED:
+        return EVERY_KIND[dtype].a.bytes, EVERY_KIND[dtype].b_bytes
+    return operand_bytes_of(dtype), operand_bytes_of(dtype)
+
+
 def problem_walls(problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8") -> tuple[Wall, ...]:
     """The whole problem against HBM, each operand moved once."""
-    as_fp8 = problem._replace(k=problem.k * operand_bytes_of(dtype), kind="fp8")
     flops = product_flops(problem.m, problem.n, problem.k)
-    bytes_moved = cost.compulsory_bytes(as_fp8)
+    bytes_moved = cost.compulsory_bytes(judged(problem, dtype))
     return (intensity_wall("HBM", flops, bytes_moved, hardware.tflops(dtype), hardware.hbm_tbps),)
 
 
@@ -258,7 +264,8 @@ def _with_walls(made: Tile, hardware: Hardware, mma_n: int, warpgroups: int) -> 
     flops = product_flops(block_m, block_n, block_k)
     latency_us = hardware.hbm_latency_ns / 1e3
     latency = latency_wall(stages, flops, tflops / hardware.num_sms, latency_us)
-    moved = operand_bytes(block_m, block_n, block_k, element_bytes)
+    a_bytes, b_bytes = stored_bytes_of(dtype)
+    moved = (block_m * a_bytes + block_n * b_bytes) * block_k
     mma_bytes = operand_bytes(MMA_M, mma_n, block_k, element_bytes)
     in_flight = (stages - 1) * made.stage_bytes
     walls = (

@@ -21,6 +21,13 @@ MOST_SMEM_KB = 4096
 """More shared memory than that is bytes, taken for KB."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Reports errors in one line, without the usage."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer below 2**31")

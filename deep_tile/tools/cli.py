@@ -28,9 +28,9 @@ from deep_tile.progress import track_progress
 from deep_tile.select import training
 from deep_tile.select.choose import bucket_key
 from deep_tile.select.hardware import DTYPE_BYTES, H200
-from deep_tile.tools import kernel_classes
 from deep_tile.tools.arguments import (
     FIRST_CANDIDATES,
+    Parser,
     add_all,
     add_hardware,
     hardware_of,
@@ -39,8 +39,7 @@ from deep_tile.tools.arguments import (
     weight_or_sizes,
 )
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
-from deep_tile.tools.console import PROGRAM, new_console, remedy_for_missing, tflops_text
-from deep_tile.tools.demo import demo
+from deep_tile.tools.console import PROGRAM, exit_code, new_console, tflops_text
 from deep_tile.tools.doctor import doctor
 
 if TYPE_CHECKING:
@@ -54,49 +53,28 @@ TOKENS_TO_TUNE = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad arguments raise SystemExit(2)."""
-    for name in ("stdout", "stderr"):  # None where a daemon closed them
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    return exit_code(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _run(arguments: list[str]) -> int:
     parser = _parser()
-    if not (sys.argv[1:] if arguments is None else arguments):
+    if not arguments:
         parser.print_help()
         return 2
-    try:
-        options, rest = parser.parse_known_args(_joined(list(sys.argv[1:] if arguments is None else arguments)))
-        if rest and options.run is not bench:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        options.rest = rest
-        code = options.run(options)
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `| head` has seen enough: quietly, as rich ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except ModuleNotFoundError as error:
-        remedy = remedy_for_missing(error)
-        if remedy is None:
-            raise
-        print(f"{PROGRAM}: {error}. To fix: {remedy}", file=sys.stderr)
-        return 1
-    except (RuntimeError, OSError, ValueError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
+    options, rest = parser.parse_known_args(_joined(arguments))
+    if rest and options.run is not run_script:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    return options.run(options)
 
 
 # ---- explain: which kernel a problem gets, and why
 
 
-def _of_class(name: str) -> str:
-    """The command that explains a kernel class instead of a GEMM MxNxK."""
-    return f"explain {name}"
-
-
 def _joined(arguments: list[str]) -> list[str]:
-    if arguments[:1] == ["explain"] and arguments[1:2] and arguments[1] in kernel_classes.CLASSES:
-        return [_of_class(arguments[1]), *arguments[2:]]
-    return arguments
+    """With `explain CLASS` as one word, where a script of its own explains that kernel class."""
+    name = " ".join(arguments[:2])
+    return [name, *arguments[2:]] if name in SCRIPTS else arguments
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -196,36 +174,42 @@ def _tuned_table(results: Sequence[Tuned]) -> Table:
     return table
 
 
-# ---- bench: the checkout's scripts
+# ---- scripts of a checkout, which the installed package does without
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
+_EXPLAIN_KERNELS = "examples/explain_kernels.py"
 
-def bench(options: argparse.Namespace) -> int:
+SCRIPTS = {
+    "bench": ("benchmarks/bench_gemm.py", "time fp8_gemm against other libraries"),
+    "demo": ("examples/demo.py", "DeepSeek-V3's layers: multiplied, checked and timed, or compiled without a GPU"),
+    "explain attention": (_EXPLAIN_KERNELS, "how a fused attention kernel is tiled, and why"),
+    "explain convolution": (_EXPLAIN_KERNELS, "how a convolution is tiled as an implicit matrix product, and why"),
+    "explain elementwise": (_EXPLAIN_KERNELS, "how to launch an element-wise kernel, and why"),
+    "explain reduction": (_EXPLAIN_KERNELS, "how to launch a kernel that reduces rows, and why"),
+}
+"""Path and description by command."""
+
+
+def run_script(options: argparse.Namespace) -> int:
     """Runs in its own process: the package imports nothing from the checkout."""
-    script = CHECKOUT / "benchmarks" / "bench_gemm.py"
-    if not script.is_file():
+    path, _ = SCRIPTS[options.script]
+    if not (CHECKOUT / path).is_file():
         raise RuntimeError(
-            "the benchmarks are not part of the installed package; run `python -m deep_tile bench`, or "
-            "benchmarks/bench_gemm.py itself, in a checkout of deep_tile's sources"
+            f"{path} is not part of the installed package; run `python -m deep_tile {options.script}`, or the script "
+            "itself, in a checkout of deep_tile's sources"
         )
     search_path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": search_path}
-    return subprocess.run([sys.executable, script, *options.rest], env=environment).returncode
+    _, *kernel_class = options.script.split()
+    command = [sys.executable, CHECKOUT / path, *kernel_class, *options.rest]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": search_path}).returncode
 
 
 # ---- arguments
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line, without the usage."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=PROGRAM, description="FP8 block-scaled matrix products on NVIDIA Hopper GPUs.")
+    parser = Parser(prog=PROGRAM, description="FP8 block-scaled matrix products on NVIDIA Hopper GPUs.")
     parser.add_argument("--version", action="version", version=f"deep_tile {deep_tile.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -233,10 +217,6 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, **options)
         command.set_defaults(run=run)
         return command
-
-    text = "DeepSeek-V3's layers: multiplied, checked and timed, or compiled where there is no Hopper GPU"
-    command = add("demo", demo, text)
-    command.add_argument("--experts", action="store_true", help="Qwen3-30B-A3B's experts instead")
 
     command = add("explain", explain, "which kernel a product of [M, K] and [N, K], or another call, gets, and why")
     command.add_argument("shape", type=sizes, metavar="MxNxK", help="with --groups, M is the mean rows of a group")
@@ -261,9 +241,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="everything, as JSON")
     add_hardware(command, "rate of the dtype")
     command.set_defaults(refuse=command.error)
-
-    for name, kernel_class in kernel_classes.CLASSES.items():
-        kernel_classes.add_arguments(add(_of_class(name), kernel_classes.explain_class, kernel_class.text), name)
 
     command = add("compile", compile_kernels, "compile every default kernel, fill the cache, show registers and spills")
     command.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="at once; default: %(default)s")
@@ -310,7 +287,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(refuse=command.error)
 
-    add("bench", bench, "run benchmarks/bench_gemm.py of a checkout, with its arguments", add_help=False)
+    for name, (path, text) in SCRIPTS.items():
+        add(name, run_script, f"{text}: {path} of a checkout", add_help=False).set_defaults(script=name)
     return parser
 
 

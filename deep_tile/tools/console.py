@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
@@ -53,12 +53,29 @@ class _Stripped:
         self._file.flush()
 
 
-def report_errors(errors: Iterable[tuple[str, float, float]]) -> int:
-    """Exit code 1 and a line for each product whose relative error exceeds its limit; NaN does."""
-    wrong = [(what, error, most) for what, error, most in errors if not error <= most]
-    for what, error, most in wrong:
-        print(f"{PROGRAM}: {what}: relative error {error:.2e} exceeds {most:.2e}", file=sys.stderr)
-    return 1 if wrong else 0
+def exit_code(run: Callable[[], int]) -> int:
+    """The exit code of a command; an error that a user can mend is one line on stderr and code 1."""
+    for name in ("stdout", "stderr"):  # None where a daemon closed them
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head` has seen enough: quietly, as rich ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ModuleNotFoundError as error:
+        remedy = remedy_for_missing(error)
+        if remedy is None:
+            raise
+        print(f"{PROGRAM}: {error}. To fix: {remedy}", file=sys.stderr)
+        return 1
+    except (RuntimeError, OSError, ValueError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
 
 
 def tflops_text(m: int, n: int, k: int, us: float) -> str:

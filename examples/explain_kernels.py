@@ -1,19 +1,18 @@
 """`explain` for kernels that are no matrix product: attention, convolution, element-wise kernels and reductions.
 
-Tiles, walls and choices come from method/other_kernels.py and select/streaming.py; this module has arguments and
-tables. No GPU, no torch.
+    python examples/explain_kernels.py attention --head-dim 128
+
+Tiles, walls and choices come from other_kernels.py beside this file and deep_tile/select/streaming.py; this file has
+arguments and tables. No GPU, no torch.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
-from deep_tile.method import report
-from deep_tile.method.other_kernels import (
+from other_kernels import (
     Attention,
     Convolution,
     attention_candidates,
@@ -21,6 +20,10 @@ from deep_tile.method.other_kernels import (
     derive_attention,
     derive_convolution,
 )
+from rich.console import Console
+from rich.table import Table
+
+from deep_tile.method import report
 from deep_tile.select.hardware import DTYPE_BYTES, Hardware
 from deep_tile.select.streaming import (
     Elementwise,
@@ -32,6 +35,7 @@ from deep_tile.select.streaming import (
 )
 from deep_tile.tools.arguments import (
     FIRST_CANDIDATES,
+    Parser,
     add_all,
     add_hardware,
     count,
@@ -40,7 +44,7 @@ from deep_tile.tools.arguments import (
     positive,
     positive_number,
 )
-from deep_tile.tools.console import new_console
+from deep_tile.tools.console import PROGRAM, exit_code, new_console
 from deep_tile.walls import walls_hit
 
 Tile = Attention | Convolution | Elementwise | Reduction
@@ -199,7 +203,16 @@ CLASSES = {
 # ---- the command
 
 
-def add_arguments(command: argparse.ArgumentParser, name: str) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Explain one kernel class and return the exit code; bad arguments raise SystemExit(2)."""
+    parser = Parser(prog=f"{PROGRAM} explain", description="How a kernel that is no matrix product is tiled, and why.")
+    commands = parser.add_subparsers(metavar="CLASS", required=True)
+    for name, kernel in CLASSES.items():
+        _add_arguments(commands.add_parser(name, help=kernel.text, description=kernel.text), name)
+    return exit_code(lambda: explain_class(parser.parse_args(arguments)))
+
+
+def _add_arguments(command: argparse.ArgumentParser, name: str) -> None:
     kernel = CLASSES[name]
     for argument, options in kernel.arguments.items():
         command.add_argument(f"--{argument.replace('_', '-')}", **options)
@@ -317,3 +330,7 @@ def _verdict(tile: Tile, choice: Tile) -> str:
     if tile == choice:
         return "recommended"
     return "; ".join(f"{wall.name} wall by {wall.value - wall.limit:.0f}" for wall in walls_hit(tile.walls))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

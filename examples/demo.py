@@ -1,41 +1,55 @@
-"""`demo`: DeepSeek-V3's layers, multiplied, checked and timed, or compiled without a Hopper GPU; then one GEMM per
-kind.
+"""DeepSeek-V3's layers, multiplied, checked and timed, or compiled without a Hopper GPU; then one GEMM per kind.
+
+    PYTHONPATH=. python examples/demo.py
+    PYTHONPATH=. python examples/demo.py --experts    # Qwen3-30B-A3B's experts instead
 
 Imports torch only when it multiplies.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import geometric_mean
 from time import monotonic
 from typing import NamedTuple
 
+import demo_experts
+import demo_kinds
 from rich.table import Table
 
 import deep_tile
+from benchmarks.shapes import DEEPSEEK_V3_LAYERS
 from deep_tile import plan
 from deep_tile.method import calls, report
 from deep_tile.problem import GemmProblem
 from deep_tile.progress import track_progress
-from deep_tile.tools import demo_experts, demo_kinds
+from deep_tile.tools.arguments import Parser
 from deep_tile.tools.compile import build_all, kernel_table, report_flaws
-from deep_tile.tools.console import new_console, report_errors, tflops_text
+from deep_tile.tools.console import PROGRAM, exit_code, new_console, tflops_text
 from deep_tile.tools.products import checked_error, exact_product, random_operands
-from deep_tile.tools.shapes import DEEPSEEK_V3_LAYERS, TOKENS
+
+TOKENS = (16, 128, 4096)
+"""m values: decoding, a larger batch, prefill."""
 
 DEMO_SAMPLES = 20
 """Timing samples per GEMM."""
 
 
-def demo(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog=f"{PROGRAM} demo", description="DeepSeek-V3's layers, multiplied, checked and timed.")
+    parser.add_argument("--experts", action="store_true", help="Qwen3-30B-A3B's experts instead")
+    options = parser.parse_args(arguments)
+    return exit_code(lambda: demo(options.experts))
+
+
+def demo(experts: bool) -> int:
     """Ends with a verdict, made of the summary that each demo returns with its exit code."""
     begin, (available, reason) = monotonic(), deep_tile.is_available()
-    if options.experts:
+    if experts:
         run = demo_experts.demo_on_gpu if available else demo_experts.demo_without_gpu
     else:
         run = _demo_on_gpu if available else _demo_without_gpu
@@ -144,4 +158,10 @@ def _measure(m: int, n: int, k: int, flush: Callable[[], None]) -> _Measured:
 def _report(errors: dict[tuple[int, int, int], float]) -> int:
     from deep_tile.reference import MAX_RELATIVE_ERROR
 
-    return report_errors(("x".join(map(str, shape)), error, MAX_RELATIVE_ERROR) for shape, error in errors.items())
+    return demo_kinds.report_errors(
+        ("x".join(map(str, shape)), error, MAX_RELATIVE_ERROR) for shape, error in errors.items()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`demo --experts`: an expert layer, checked step by step and timed against a torch loop over experts.
+"""demo.py --experts: an expert layer, checked step by step and timed against a torch loop over experts.
 
 Where there is no Hopper GPU, its kernels are compiled, and a small layer is computed on the CPU. Imports torch only
 when it multiplies.
@@ -11,6 +11,8 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from demo_kinds import report_errors
+
 import deep_tile
 from deep_tile import plan
 from deep_tile.config import ceil_div
@@ -18,7 +20,7 @@ from deep_tile.method import report
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.progress import track_progress
 from deep_tile.tools.compile import build_all, kernel_table, report_flaws
-from deep_tile.tools.console import new_console, report_errors
+from deep_tile.tools.console import new_console
 from deep_tile.tools.products import exact_product
 
 if TYPE_CHECKING:

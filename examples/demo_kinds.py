@@ -1,4 +1,4 @@
-"""The end of `demo`: one GEMM per kind, checked and timed, or its kernel compiled without a Hopper GPU.
+"""The end of demo.py: one GEMM per kind, checked and timed, or its kernel compiled without a Hopper GPU.
 
 Imports torch only when it multiplies.
 """
@@ -6,7 +6,8 @@ Imports torch only when it multiplies.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from deep_tile.kinds import FAMILIES, KINDS, Kind
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
 from deep_tile.tools.compile import build_all, report_flaws
-from deep_tile.tools.console import new_console, report_errors, tflops_text
+from deep_tile.tools.console import PROGRAM, new_console, tflops_text
 from deep_tile.tools.products import empty_out, exact_product_of, most_error, multiply, operands_of
 
 if TYPE_CHECKING:
@@ -104,3 +105,11 @@ def _titles(kind: Kind) -> tuple[str, str, str, str]:
 
 def _report(errors: dict[Kind, float], k: int) -> int:
     return report_errors((kind.name, error, most_error(kind, k)) for kind, error in errors.items())
+
+
+def report_errors(errors: Iterable[tuple[str, float, float]]) -> int:
+    """Exit code 1 and a line for each product whose relative error exceeds its limit; NaN does."""
+    wrong = [(what, error, most) for what, error, most in errors if not error <= most]
+    for what, error, most in wrong:
+        print(f"{PROGRAM}: {what}: relative error {error:.2e} exceeds {most:.2e}", file=sys.stderr)
+    return 1 if wrong else 0
