@@ -86,8 +86,10 @@ def _join_norms(graph: torch.fx.Graph) -> int:
 
 def _is_taken(norm: torch.fx.Node) -> bool:
     """Whether it is over whole rows that the kernel takes, and has a weight."""
+    if norm.kwargs:
+        return False
     x, residual, weight, _, *size = norm.args
-    if weight is None or any(each is not None for each in size) or norm.kwargs:
+    if weight is None or any(each is not None for each in size):
         return False
     first, *others = (node.meta["val"] for node in (x, residual, weight))
     alike = all(given.dtype == first.dtype for given in others)
