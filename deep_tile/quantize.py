@@ -159,10 +159,6 @@ def per_token_cast_to_fp8(
     return ROWS_CAST.run((x, out, scale_out, rows, offs, counts), options)
 
 
-def given_lists(**lists: torch.Tensor | None) -> sources.Lists:
-    return {name: given for name, given in lists.items() if given is not None}
-
-
 def per_block_cast_to_fp8(
     w: torch.Tensor,
     *,

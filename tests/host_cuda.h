@@ -22,15 +22,19 @@
 #define __CUDACC_VER_MAJOR__ 13
 #define __CUDACC_VER_MINOR__ 0
 
-struct uint2 {
+struct alignas(8) uint2 {
     unsigned x, y;
 };
-struct uint4 {
+struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
 struct Index {
     unsigned x;
 };
+
+// What code compiled with -fsanitize=alignment calls, in place of the compiler's library.
+inline bool host_misaligned;
+extern "C" __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1(void*, void*) { host_misaligned = true; }
 
 inline Index threadIdx, blockIdx, blockDim, gridDim;
 inline unsigned cluster_blocks, block_rank;  // of the cluster that runs, and of the thread's block in it

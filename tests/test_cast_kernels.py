@@ -130,7 +130,7 @@ ASSEMBLY_OF_SORT = {
 
 
 HOST_CUDA = Path(__file__).with_name("host_cuda.h")
-COMPILER = ("c++", "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-w")
+COMPILER = ("c++", "-std=c++20", "-O1", "-ffp-contract=off", "-fsanitize=alignment", "-fPIC", "-w")
 
 
 @pytest.fixture(scope="session")
@@ -147,7 +147,8 @@ def launch(tmp_path_factory):
         argument = bytearray(kernel.table.pack(**layout))
         for offset, number, _ in kernel.table.pointers(places):
             argument[offset : offset + 8] = tensors[number].data_ptr().to_bytes(8, "little")
-        libraries[kernel].run(bytes(argument), grid, cluster)
+        misaligned = libraries[kernel].run(bytes(argument), grid, cluster)
+        assert not misaligned, f"{kernel.name} read or wrote vectors at other places than their multiples"
 
     return run
 
@@ -178,12 +179,17 @@ def compile_for_host(kernel, directory):
     source.write_text(f"""\
 #include "host_cuda.h"
 {text}
-extern "C" void run(const {kernel.table.name}* params, unsigned grid, unsigned cluster) {{
+extern "C" bool run(const {kernel.table.name}* params, unsigned grid, unsigned cluster) {{
+    host_misaligned = false;
     host_launch({kernel.name}, *params, grid, {kernel.threads}, cluster);
+    return host_misaligned;
 }}
 """)
-    subprocess.run([*COMPILER, "-shared", f"-I{HOST_CUDA.parent}", source, "-o", library], check=True)
-    return ctypes.CDLL(str(library))
+    subprocess.run([*COMPILER, "-c", f"-I{HOST_CUDA.parent}", source, "-o", source.with_suffix(".o")], check=True)
+    subprocess.run([COMPILER[0], "-shared", source.with_suffix(".o"), "-o", library], check=True)
+    made = ctypes.CDLL(str(library))
+    made.run.restype = ctypes.c_bool
+    return made
 
 
 @pytest.fixture
@@ -296,17 +302,21 @@ def test_any_number_of_groups(by_kernels, kernel, groups):
     assert_same([y[lives] for y in got], [y[lives] for y in per_token_cast_to_fp8(x)])
 
 
-@pytest.mark.parametrize("offs", [[5, 130, 385], [0, 0], [128, 2**31 - 1], [400, 100, 500], [-5, 200]], ids=str)
-def test_tokens_of_no_group_are_left_alone(by_kernels, guarded_results, offs):
-    """Along tokens in whole blocks of 128."""
-    x = wide_matrix(610, 136, torch.bfloat16)
+@pytest.mark.parametrize("alignment", [128, 256])
+@pytest.mark.parametrize(
+    "offs", [[5, 130, 385], [0, 0], [128, 2**31 - 1], [400, 100, 500], [-5, -(2**31), 200], [*range(600)]], ids=str
+)
+def test_tokens_of_groups(by_kernels, guarded_results, offs, alignment):
+    """Tokens of no group are left alone: along k each, along tokens blocks of 128."""
     offs = torch.tensor(offs, dtype=torch.int32)
+    call = functools.partial(cast_both, wide_matrix(610, 136, torch.bfloat16), offs=offs, alignment=alignment)
     with by_kernels():
-        made = cast_both(x, offs=offs)
-    tokens = torch.arange(610)
-    living = transposed._living(offs.long(), 610, 128)[tokens // 128]
-    for written, dead in ((made.a, tokens % 128 >= living), (made.at.t(), living == 0)):
-        assert (written.view(torch.uint8)[dead] == POISON).all()
+        got = call()
+    wanted, tokens = call(), torch.arange(610)
+    assert_same(got[2:], wanted[2:])  # both in memory of one byte
+    lives = tokens % 128 < transposed._living(offs.long(), 610, alignment)[tokens // 128]
+    assert_same([x[lives] for x in got[:2]], [x[lives] for x in wanted[:2]])
+    assert (got.a.view(torch.uint8)[~lives] == POISON).all()
 
 
 # ---- the gradient of SwiGLU, cast both ways
