@@ -9,10 +9,11 @@
 No GPU. The two coefficients of each config, three where `b` stays, minimise the logarithm of predicted over measured
 time; the constants that all configs share are those of SHARED. Other kinds have searches of bench_kinds.py, each
 predicted for its own GPU, and no choices beside the model's; searches of layouts but "nt" make times/KIND_nn.json, of
-all together. A search of transposed tiles has rows of several layouts; their times are added to these files. For FP8, shapes where the model's choice loses are listed,
-with the best config: the fastest when launched by itself, or, where search_chain.py timed it in chains as well, by
-both. Large products are bound by power: there back-to-back runs of bench_gemm.py decide, each config in a power state
-of its own. Prints the model's error, and what the choices lose against the fastest config measured.
+all together. A search of transposed tiles has rows of several layouts; its times are added to these files. For FP8,
+shapes where the model's choice loses are listed, with the best config: the fastest when launched by itself, or, where
+search_chain.py timed it in chains as well, by both. Large products are bound by power: there back-to-back runs of
+bench_gemm.py decide, each config in a power state of its own. Prints the model's error, and what the choices lose
+against the fastest config measured.
 """
 
 import argparse

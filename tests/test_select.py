@@ -208,6 +208,18 @@ def test_choices_of_many_m_are_made_at_once(monkeypatch, kind):
     assert len({problem.m for _, problem, _ in estimated}) < 40 and not choosing._foreseen
 
 
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
+def test_transposed_tiles_are_for_measured_layouts_and_sizes(layout):
+    """And a bucket's largest m has the same choice as the others, on both sides of the limits."""
+    of_all = GemmProblem(1, 12_288, 8_192, kind="bf16", layout=layout)
+    for m in (24, 65, 130, 1_920, 1_984, 1_985, 2_048, 2_049, 4_096):
+        problem = of_all._replace(m=m).with_alignment((128, 128))
+        ranked = [config for _, config in candidates(bucketed(problem))]
+        assert any(config.transposed for config in ranked) == (layout != "tt" and m <= 1_984), m
+        assert bucketed(bucketed(problem)) == bucketed(problem) and choose(bucketed(problem)) == choose(problem)
+        assert bucketed(problem).m - m < (16 if layout != "tt" and 64 < m <= 1_984 else 64)
+
+
 def test_candidates_are_every_runnable_default_fastest_first():
     problem = GemmProblem(1000, 2112, 7168, num_sms=1)
     ranked = candidates(problem)

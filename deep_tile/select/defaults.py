@@ -82,11 +82,10 @@ _TRANSPOSED = {
     "nn": (_TRANSPOSED_OF_ROWS, ((160, 2),)),
     "tn": (_TRANSPOSED_TILES, ()),
 }
-"""Clusters of transposed tiles, of rows of `b` times rows of `a`, and (block_n, split_k), by layout. Boxes of an M-major
-`a` have 64 rows: 160 take those of 192, and 224 lost 8 and 21 % at two products "tn". Over 202, 180 and 158 products
-"nn", "tn" and "nt" the choice with these takes 0.979, 0.992 and 0.991 of the time of that without, at most 1.07, 1.01
-and 1.04; 64x160, 128x112, 128x144, 256x96 and more splits gain 0.2 % or less, or lose up to 31 % (H100, held-out
-halves, 2026-11-27)."""
+"""Clusters of transposed tiles, of rows of `b` times rows of `a`, and (block_n, split_k), by layout. Boxes of an
+M-major `a` have 64 rows: 160 take those of 192, and 224 lost 8 and 21 % at two products "tn". Over 208, 182 and 158
+products "nn", "tn" and "nt" the choice with these takes 0.979, 0.992 and 0.991 of the time of that without, at most
+1.07, 1.01 and 1.04 (H100, held-out halves, 2026-11-27)."""
 
 _MOST_COPIED = 600
 """Most accumulators x promotions over the main loop's copies beside which an activation's code fits."""
