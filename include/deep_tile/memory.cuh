@@ -121,18 +121,19 @@ __device__ __forceinline__ void st_async(u32 remote, u32 value, u32 remote_barri
 
 // Ordinary loads and stores.
 
-// Stores four 8x8 matrices with 16-bit elements; lane l gives the address of row l % 8 in matrix l / 8.
-__device__ __forceinline__ void stmatrix_x4(u32 smem, const u32 (&words)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(smem), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                 : "memory");
-}
-
-// The same with each matrix transposed: a stored row is a column of the registers'.
-__device__ __forceinline__ void stmatrix_x4_transposed(u32 smem, const u32 (&words)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(smem), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                 : "memory");
+// Stores four 8x8 matrices with 16-bit elements, each transposed or not; lane l gives the address of row l % 8 in stored
+// matrix l / 8.
+template <bool transposed>
+__device__ __forceinline__ void stmatrix_x4(u32 smem, u32 r0, u32 r1, u32 r2, u32 r3) {
+    if constexpr (transposed) {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                     ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                     : "memory");
+    } else {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                     ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                     : "memory");
+    }
 }
 
 __device__ __forceinline__ uint4 ld_shared_v4(u32 smem) {

@@ -144,20 +144,23 @@ class Epilogue {
         }
     }
 
+    // Offset, before swizzling, of this lane's matrix row of 16 columns from `unit` on.
+    __device__ __forceinline__ u32 matrix_row(int unit) const {
+        if constexpr (config.transposed) {
+            return (unit + lane_ / 16 * 8 + lane_ % 8) * row_bytes<config> + (first_row_ + lane_ / 8 % 2 * 8) * 2;
+        } else {
+            return lane_ % 16 * row_bytes<config> + unit * 2 + lane_ / 16 * 16;
+        }
+    }
+
     // Writes sixteen columns of this warp's rows, from column `unit` of the box on. 16-bit numbers are transposed into
     // rows on the way; 32-bit numbers are written as each thread's pairs, with two-way bank conflicts.
     __device__ __forceinline__ void write_columns(u32 rows, int unit, const float* d) const {
         if constexpr (config.out_bytes == 2) {
             constexpr Format format = config.out_format;
-            const u32 words[] = {packed<format>(d[1], d[0]), packed<format>(d[3], d[2]), packed<format>(d[5], d[4]),
-                                 packed<format>(d[7], d[6])};
-            if constexpr (config.transposed) {
-                const u32 row = unit + lane_ / 16 * 8 + lane_ % 8, column = first_row_ + lane_ / 8 % 2 * 8;
-                ptx::stmatrix_x4_transposed(rows + swizzle<config>(row * row_bytes<config> + column * 2), words);
-            } else {
-                const u32 at = lane_ % 16 * row_bytes<config> + unit * 2 + lane_ / 16 * 16;
-                ptx::stmatrix_x4(rows + swizzle<config>(at), words);
-            }
+            ptx::stmatrix_x4<config.transposed>(rows + swizzle<config>(matrix_row(unit)), packed<format>(d[1], d[0]),
+                                                packed<format>(d[3], d[2]), packed<format>(d[5], d[4]),
+                                                packed<format>(d[7], d[6]));
         } else {
             static_assert(config.out_bytes == 4, "numbers of a size without code that writes them");
 #pragma unroll
