@@ -309,6 +309,21 @@ def test_wrong_calls_launch_nothing():
     assert not out.any()
 
 
+def test_pairs_are_looked_at_only_after_a_refusal(monkeypatch):
+    """Looking takes longer than all else that stands beside `fp8_gemm`."""
+    looked = []
+    look = deep_gemm.arguments.operands
+    monkeypatch.setattr(deep_gemm.arguments, "operands", lambda a, b: looked.append(a[0].shape) or look(a, b))
+    for operands in (make_operands(5, 128, 256), dense(make_operands(5, 128, 250))):
+        out = torch.empty(5, 128, dtype=torch.bfloat16)
+        deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], out)
+        assert_accurate(out, exact_product(operands))
+    assert looked == [(5, 250)]
+    with pytest.raises(ValueError, match="out must have shape"):
+        deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], out[:4])
+    assert looked == [(5, 250), (5, 250)]
+
+
 def test_empty_products():
     operands = make_operands(5, 128, 256)
     deep_gemm.fp8_gemm_nt(
