@@ -357,6 +357,12 @@ def test_settings_of_the_process(monkeypatch):
     assert [(x["num_sms"], x["pdl"]) for x in seen[1:]] == [(24, True)] * 2
 
 
+def test_sms_are_unknown_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="torch sees no CUDA device: call set_num_sms"):
+        deep_gemm.get_num_sms()
+
+
 def test_sizes():
     assert [deep_gemm.get_tma_aligned_size(x, 4) for x in (1, 4, 5)] == [4, 4, 8]
     assert (deep_gemm.ceil_div(9, 4), deep_gemm.align(9, 4)) == (3, 12)
