@@ -121,8 +121,8 @@ __device__ __forceinline__ void st_async(u32 remote, u32 value, u32 remote_barri
 
 // Ordinary loads and stores.
 
-// Stores four 8x8 matrices with 16-bit elements, each transposed or not; lane l gives the address of row l % 8 in stored
-// matrix l / 8.
+// Stores four 8x8 matrices with 16-bit elements, each transposed or not; lane l gives the address of row l % 8 in
+// stored matrix l / 8.
 template <bool transposed>
 __device__ __forceinline__ void stmatrix_x4(u32 smem, u32 r0, u32 r1, u32 r2, u32 r3) {
     if constexpr (transposed) {
