@@ -555,7 +555,7 @@ def _to_blocks(x: torch.Tensor, block_rows: int) -> torch.Tensor:
 def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     row_blocks, block_rows, groups, width = blocks.shape
     rows, k = shape
-    return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].flatten().view(shape)
+    return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].contiguous().view(shape)
 
 
 def at_least_one(number: int) -> int:

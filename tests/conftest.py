@@ -13,7 +13,7 @@ from filelock import FileLock
 from helpers import SEEDS
 from pretending import fake_driver, run_pretending  # noqa: F401
 
-from deep_tile import jit, settings
+from deep_tile import both, experts, gated, jit, quantize, settings, transposed
 from deep_tile.tools import cli
 
 HOPPER = (9, 0)
@@ -23,6 +23,9 @@ COMPILING = ("test_codegen", "test_compilers")
 FEWER = 4
 
 SEED = "DEEP_TILE_TEST_SEED"
+
+POISON, MARGIN = 0x55, 4096
+"""The byte around guarded results, and how many there are on either side."""
 
 
 @functools.cache
@@ -162,3 +165,41 @@ def call_main(capfd):
 def call(call_main):
     """`call_main` of deep_tile's command line."""
     return functools.partial(call_main, cli.main)
+
+
+@pytest.fixture
+def guarded_results(monkeypatch):
+    """What casts allocate lies in memory of one byte, which must not change around it and between its rows."""
+    memory = []
+
+    def inside(x):
+        # No memory of the result itself: a kernel that is told its strides alone reaches no further.
+        size = x.untyped_storage().nbytes()
+        whole = torch.full((size + 2 * MARGIN,), POISON, dtype=torch.uint8, device=x.device)
+        inner = whole[MARGIN : MARGIN + size].view(x.dtype).as_strided(x.shape, x.stride())
+        memory.append((whole, inner))
+        return inner
+
+    def guarded(operation):
+        allocate = operation.allocated
+
+        def place(given, options):
+            made = allocate(given, options)
+            outs = [x if given[at] is not None else inside(x) for at, x in enumerate(made) if at in operation._outs]
+            return *made[: operation._first_out], *outs, *made[operation._last_out + 1 :]
+
+        return place
+
+    operations = [experts.SORT_BY_EXPERT, experts.COMBINE, experts.SILU_MUL_CAST, transposed.TRANSPOSED_CAST]
+    operations += [quantize.TOKEN_CAST, quantize.ROWS_CAST, quantize.BLOCK_CAST, gated.SWIGLU_GRADIENT]
+    for operation in (*operations, both.CAST_BOTH, both.CAST_WEIGHT, both.TRANSPOSE_FP8):
+        monkeypatch.setattr(operation, "allocated", guarded(operation))
+    yield
+    assert memory
+    for whole, inner in memory:
+        outside = whole.clone()
+        own = outside.view(inner.dtype).as_strided(inner.shape, inner.stride(), inner.storage_offset())
+        bytes_ = own.element_size()
+        word = int.from_bytes([POISON] * bytes_, "little")
+        own.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bytes_]).fill_(word)
+        assert (outside == POISON).all()

@@ -1,56 +1,16 @@
-"""The kernels of casts both ways: the CPU's bits for every shape, dtype, place and alignment, and no stray write."""
+"""The kernels of casts both ways: no write outside of the results that they allocate, for any call that is drawn."""
 
 import pytest
 import torch
-from test_both import SHAPES, joined, of_weight, strided
-from test_quantize import EACH_OPTION, codes, wide_matrix
+from conftest import POISON
+from test_both import joined, of_weight
+from test_drawn_casts import check_draws
+from test_quantize import codes, wide_matrix
 
-from deep_tile import both, cast_both, cast_weight, transpose_fp8
-from deep_tile.both import BYTE_DTYPES
+from deep_tile import cast_both, cast_weight, transpose_fp8
 from deep_tile.quantize import FP8_DTYPE
 
-pytestmark = pytest.mark.gpu
-
-POISON, MARGIN = 0x55, 4096
-EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-LARGER = [*SHAPES, (4096, 576), (33, 2049), (1, 16391), (1000, 4104)]
-
-
-@pytest.fixture(autouse=True)
-def guards(monkeypatch):
-    """Results lie in poisoned memory, which must not change around them and between their rows."""
-    memory = []
-
-    def inside(x):
-        # No memory of the result itself: a kernel that is told its strides alone reaches no further.
-        size = x.untyped_storage().nbytes()
-        bytes_ = torch.full((size + 2 * MARGIN,), POISON, dtype=torch.uint8, device=x.device)
-        inner = bytes_[MARGIN : MARGIN + size].view(x.dtype).as_strided(x.shape, x.stride())
-        memory.append((bytes_, inner))
-        return inner
-
-    def guarded(operation):
-        allocate = operation.allocated
-
-        def place(given, options):
-            made = list(allocate(given, options))
-            for at in operation._outs:
-                made[at] = inside(made[at])
-            return tuple(made)
-
-        return place
-
-    for operation in (both.CAST_BOTH, both.CAST_WEIGHT, both.TRANSPOSE_FP8):
-        monkeypatch.setattr(operation, "allocated", guarded(operation))
-    yield
-    assert memory
-    for bytes_, inner in memory:
-        if inner.is_cuda:
-            outside = bytes_.clone()
-            outside.view(inner.dtype).as_strided(inner.shape, inner.stride(), inner.storage_offset()).view(
-                torch.uint8 if inner.element_size() == 1 else torch.int32
-            ).fill_(POISON if inner.element_size() == 1 else 0x55555555)
-            assert (outside == POISON).all()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("guarded_results")]
 
 
 def on_cpu(made):
@@ -64,82 +24,9 @@ def assert_as_on_cpu(got, wanted):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def draw(shape, dtype):
-    """Columns and rows of other magnitudes, with NaN and infinity here and there."""
-    if 0 in shape:
-        return torch.zeros(shape, dtype=dtype)
-    x = wide_matrix(*shape, dtype)
-    for value in (float("nan"), float("inf"), -float("inf"), 0.0, -0.0):
-        x[torch.randint(shape[0], ()), torch.randint(shape[1], ())] = value
-    return x
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("shape", LARGER, ids=str)
-@pytest.mark.parametrize("blocks", [False, True])
-def test_both_bits_are_the_definitions(shape, dtype, blocks):
-    x = draw(shape, dtype)
-    assert_as_on_cpu(cast_both(x.cuda(), blocks=blocks), joined(x, blocks=blocks))
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("shape", LARGER, ids=str)
-@pytest.mark.parametrize("experts", [None, 3])
-def test_weights_bits_are_the_definitions(shape, dtype, experts):
-    w = draw(shape, dtype) if experts is None else torch.stack([draw(shape, dtype) for _ in range(experts)])
-    assert_as_on_cpu(cast_weight(w.cuda()), of_weight(w))
-
-
-@pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [*LARGER, (3, 130, 200), (2, 1, 17), (9, 128, 128)], ids=str)
-def test_bytes_are_transposed(shape, dtype):
-    x = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda").view(dtype)
-    made = transpose_fp8(x)
-    assert made.dtype == dtype and torch.equal(made.view(torch.uint8), x.view(torch.uint8).mT)
-
-
-@EACH_OPTION
-@EACH_DTYPE
-def test_options(options, dtype):
-    x = draw((300, 264), dtype)
-    for floor in (0.0, 1e-4, 30.0):
-        chosen = options | {"amax_floor": floor}
-        assert_as_on_cpu(cast_both(x.cuda(), **chosen), joined(x, **chosen))
-        assert_as_on_cpu(cast_both(x.cuda(), blocks=True, **chosen), joined(x, blocks=True, **chosen))
-        assert_as_on_cpu(cast_weight(x.cuda(), **chosen), of_weight(x, **chosen))
-
-
-@EACH_DTYPE
-def test_many_draws(dtype):
-    """Sizes, gaps and addresses of any kind, each call twice: the second is remembered."""
-    for _ in range(60):
-        rows, columns, gap, first = (
-            int(torch.randint(low, high, ())) for low, high in ((1, 700), (1, 700), (0, 20), (0, 9))
-        )
-        wide = draw((rows, columns + gap + first), dtype)
-        x, on_gpu = wide[:, first : first + columns], wide.cuda()[:, first : first + columns]
-        for _ in range(2):
-            assert_as_on_cpu(cast_both(on_gpu), joined(x))
-            assert_as_on_cpu(cast_both(on_gpu, blocks=True), joined(x, blocks=True))
-            assert_as_on_cpu(cast_weight(on_gpu), of_weight(x))
-        bytes_ = torch.randint(0, 256, wide.shape, dtype=torch.uint8, device="cuda")[:, first : first + columns]
-        assert torch.equal(transpose_fp8(bytes_), bytes_.t())
-
-
-def test_any_strides():
-    x = draw((130, 201), torch.bfloat16)
-    for source in strided(x.cuda()):
-        assert_as_on_cpu(cast_both(source), joined(x))
-        assert_as_on_cpu(cast_weight(source), of_weight(x))
-    experts = torch.stack([x, -x, 2 * x]).cuda()
-    for source in (
-        experts.transpose(0, 1).contiguous().transpose(0, 1),
-        experts.mT.contiguous().mT,
-        torch.cat([experts] * 2)[::2],
-    ):
-        assert_as_on_cpu(cast_weight(source), of_weight(source.cpu().contiguous()))
-        bytes_ = source.view(torch.uint8)[..., :201] if source.stride(-1) == 1 else source.to(torch.uint8)
-        assert torch.equal(transpose_fp8(bytes_), bytes_.mT)
+@pytest.mark.parametrize("case", ["both", "weight both", "transpose"])
+def test_any_call_is_as_defined(case):
+    check_draws(case, "cuda")
 
 
 @pytest.mark.parametrize("columns", [136, 131])
@@ -159,14 +46,6 @@ def test_groups(offs, columns):
     for row in written.nonzero().flatten().tolist():
         assert_as_on_cpu((made.a[row],), (wanted.a[row],))
         assert torch.equal(made.a_scale[row].cpu(), wanted.a_scale[row])
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("blocks", [False, True])
-def test_tokens_by_an_index(dtype, blocks):
-    x, limits = wide_matrix(9, 131, torch.bfloat16), torch.iinfo(dtype)
-    rows = torch.tensor([3, 0, 8, 8, -1, 9, 1, limits.min, limits.max, 5] * 30, dtype=dtype)
-    assert_as_on_cpu(cast_both(x.cuda(), rows=rows.cuda(), blocks=blocks), joined(x, rows=rows, blocks=blocks))
 
 
 CALLS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import deep_tile
-from deep_tile.kinds import EVERY_KIND, name_of
+from deep_tile.kinds import EVERY_KIND, PACKED, name_of
 from deep_tile.method import calls, report
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.choose import choose, suits
@@ -98,7 +98,7 @@ def test_other_dtypes_are_tiles_without_kernels(call):
     assert deep_tile.explain(4096, 4096, 7168, dtype="tf32")["config"] == "tf32_128x256x32_s4"
 
 
-NOT_MEASURED = [kind for kind in EVERY_KIND.values() if not is_measured(kind.name)]
+NOT_MEASURED = [kind for kind in EVERY_KIND.values() if not is_measured(kind.name) and not kind.packing]
 
 
 def test_measured_kinds_do_not_say_that_they_were_not(call):
@@ -113,6 +113,15 @@ def test_kinds_without_times_of_their_own_say_whose_they_have(call, kind):
     assert choose(problem).name in out and "fp8_gemm" not in out
     assert f"{kind.name} was not measured" in out
     assert deep_tile.explain(4096, 4096, 7168, dtype=kind.name)["config"] == choose(problem).name
+
+
+@pytest.mark.parametrize("m", [16, 4096])
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_kinds_say_whose_times_they_have_and_when_the_call_unpacks(call, kind, m):
+    _, out, _ = call("explain", f"{m}x4096x7168", "--dtype", kind)
+    assert "or of the conversion to FP8" in out and "was not measured" not in out
+    found = deep_tile.explain(m, 4096, 7168, call="packed_gemm", dtype=kind)
+    assert ("unpacks this weight to FP8 first" in out) == found["config"].startswith("fp8")
 
 
 def test_a_stored_measurement_is_shown(call):
@@ -309,6 +318,14 @@ def test_groups_of_kinds(call, kind, bytes_):
     assert data["limits"]["HBM"] == pytest.approx(moved / H200.hbm_tbps / 1e6)
     code, out, _ = call("explain", "200x1536x2048", "--groups", "16", "--dtype", kind)
     assert code == 0 and data["config"] in out and f"in {kind} on 132 SMs" in out
+
+
+@pytest.mark.parametrize(("kind", "b_bytes"), [("mxfp4", 17 / 32), ("nvfp4", 18 / 32), ("int4", 16 / 32)])
+def test_groups_of_packed_weights_move_4_bits(kind, b_bytes):
+    data = deep_tile.explain_groups(8, 16, 4096, 7168, kind=kind)
+    scales = 4 * 56 * (4096 if kind == "int4" else 32)
+    moved = 8 * (4096 * 7168 * b_bytes + scales + 16 * (7168 + 4 * 56 + 2 * 4096))
+    assert data["limits"]["HBM"] == pytest.approx(moved / H200.hbm_tbps / 1e6)
 
 
 def test_groups_on_the_command_line(call):

@@ -1,32 +1,22 @@
-"""The casts' kernels: the same bits as the definition, for every shape, dtype, layout and alignment."""
+"""The casts' kernels: every value and magnitude, overlapping launches, streams, graphs.
+
+Shapes, layouts and alignments are in test_drawn_casts.py.
+"""
 
 import threading
 
 import pytest
 import torch
-from test_quantize import EACH_OPTION, LEADING, MAGNITUDES_AT_A_POWER_OF_TWO, wide_matrix
+from test_quantize import EACH_OPTION, MAGNITUDES_AT_A_POWER_OF_TWO, wide_matrix
 
 from deep_tile import cast as kernels
-from deep_tile import quantize, silu_mul_cast_to_fp8, transposed_cast_to_fp8
+from deep_tile import quantize, transposed_cast_to_fp8
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 pytestmark = pytest.mark.gpu
 
 CASTS = pytest.mark.parametrize("cast", [per_token_cast_to_fp8, per_block_cast_to_fp8])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-BF16 = {"device": "cuda", "dtype": torch.bfloat16}
-SHAPES = [
-    (1, 1),
-    (1, 128),
-    (3, 7),
-    (128, 128),
-    (127, 129),
-    (130, 264),
-    (257, 7168),
-    (4096, 576),
-    (33, 2049),
-    (1, 16391),
-]
 
 
 def random_matrix(m, k, dtype=torch.bfloat16, seed=0):
@@ -57,28 +47,6 @@ def assert_as_defined(cast, x, **options):
     assert torch.equal(codes(quantized.cpu()), codes(wanted))
     torch.testing.assert_close(scale.cpu(), wanted_scale, rtol=0, atol=0, equal_nan=True)
     return quantized, scale
-
-
-@CASTS
-@DTYPES
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits_are_the_definitions(cast, dtype, shape):
-    quantized, _ = assert_as_defined(cast, random_matrix(*shape, dtype))
-    assert quantized.stride() == ((shape[1] + 15) // 16 * 16, 1)
-
-
-@CASTS
-@DTYPES
-@EACH_OPTION
-@pytest.mark.parametrize("amax_floor", [1e-4, 1e-10, 2.0**-80])
-def test_every_option_of_rounding(cast, dtype, options, amax_floor):
-    """Usual values and all magnitudes, with blocks of zeros, NaN and infinity."""
-    assert_as_defined(cast, random_matrix(257, 1032, dtype), amax_floor=amax_floor, **options)
-    x = wide_matrix(300, 1300, dtype)
-    x[7, 300], x[140, 900], x[141, 1290] = float("nan"), float("inf"), float("-inf")
-    for source in (x, x[:, :1299]):
-        assert_as_defined(cast, source.cuda(), amax_floor=amax_floor, **options)
-    assert_as_defined(cast, torch.zeros_like(x, device="cuda"), amax_floor=amax_floor, **options)
 
 
 @CASTS
@@ -118,31 +86,6 @@ def test_reciprocal_is_what_torch_computes_by_numbers(block_rows, round_scale, d
     assert torch.equal(got_scale, scale.view(512 // block_rows, 10))
 
 
-@pytest.mark.parametrize("leading", LEADING, ids=str)
-@pytest.mark.parametrize("layout", ["row", "m", "m_aligned"])
-@pytest.mark.parametrize("k", [300, 384])
-def test_leading_dimensions(leading, layout, k):
-    x = random_matrix(torch.Size(leading).numel(), k).view(*leading, k)
-    for _ in range(2):  # the second finds its launch
-        _, scale = assert_as_defined(per_token_cast_to_fp8, x, scale_layout=layout)
-    assert scale.stride() == per_token_cast_to_fp8(x.cpu(), scale_layout=layout)[1].stride()
-
-
-def test_leading_dimensions_that_are_no_view_of_one():
-    x = random_matrix(60, 300).view(3, 4, 5, 300)
-    for source in (x[:, :2], x.transpose(0, 1), x[..., ::2], x[:, :, :1].expand(3, 4, 5, 300)):
-        assert_as_defined(per_token_cast_to_fp8, source)
-
-
-@CASTS
-def test_padding_of_out_is_not_written(cast):
-    """The padding holds a neighbour's bytes."""
-    x = random_matrix(130, 301)
-    whole = torch.full((130, 304), 7.0, device="cuda").to(FP8_DTYPE)
-    assert_as_defined(cast, x, out=whole[:, :301])
-    assert (whole[:, 301:].float() == 7).all()
-
-
 @CASTS
 def test_overlapping_launches_read_what_was_written(cast, monkeypatch):
     """Casts launched to overlap wait for each other, and for the kernel ahead: a chain of them in one buffer."""
@@ -172,64 +115,6 @@ def test_kernel_is_what_runs(cast, dtype):
     assert kernels.is_loaded(kernel, torch.cuda.current_device())
 
 
-@CASTS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_any_strides_and_alignment(cast, dtype):
-    x = random_matrix(200, 1024, dtype)
-    for view in (x[:, :520], x[:, 8:520], x[:, 1:513], x[:, :519], x[::3], x[:, ::2], x.t(), x[:1], x[:, :1]):
-        assert_as_defined(cast, view)
-    assert_as_defined(cast, x[0].expand(130, 1024))
-
-
-@pytest.mark.parametrize("m", [1, 3, 4, 130])
-@pytest.mark.parametrize("layout", ["row", "m", "m_aligned"])
-def test_scale_layouts(m, layout):
-    x = random_matrix(m, 1300)
-    _, scale = assert_as_defined(per_token_cast_to_fp8, x, scale_layout=layout)
-    assert scale.stride() == per_token_cast_to_fp8(x.cpu(), scale_layout=layout)[1].stride()
-
-
-@CASTS
-@pytest.mark.parametrize("offset", [0, 1, 8])
-def test_writes_where_it_is_told_and_nowhere_else(cast, offset):
-    x = random_matrix(130, 200)
-    rows = cast(x)[1].shape[0]
-    out = torch.full((132, 256), 7.0, device="cuda").to(FP8_DTYPE)
-    scale_out = torch.full((3, 140), 7.0, device="cuda").t()
-    target, scale_target = out[1:131, offset : offset + 200], scale_out[1 : 1 + rows, :2]
-    assert_as_defined(cast, x, out=target, scale_out=scale_target)
-    target.view(torch.uint8).fill_(0)
-    scale_target.fill_(0)
-    assert out.float().count_nonzero() == 132 * 256 - 130 * 200
-    assert scale_out.count_nonzero() == 3 * 140 - 2 * rows
-
-
-@CASTS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_nan_and_infinity(cast, dtype, poison):
-    x = random_matrix(130, 300, dtype)
-    x[1, 130] = poison
-    quantized, scale = assert_as_defined(cast, x)
-    assert quantized[1, 128:256].float().isnan().all() and scale.isnan().sum() == 1
-
-
-@CASTS
-@pytest.mark.parametrize("amax_floor", [1, 1e-4, 1e-10, 2.0**-80])
-def test_tiny_values_and_floors(cast, amax_floor):
-    x = random_matrix(130, 512, torch.float32) * torch.logspace(-45, 30, 512, device="cuda")
-    assert_as_defined(cast, x, amax_floor=amax_floor)
-    assert_as_defined(cast, torch.zeros_like(x), amax_floor=amax_floor)
-
-
-@CASTS
-def test_largest_finite_values(cast):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        x = random_matrix(4, 256, dtype)
-        x[2, 7] = torch.finfo(dtype).max
-        assert_as_defined(cast, x)
-
-
 def test_every_bfloat16_over_every_kind_of_scale():
     """All 65536 values, in groups with different largest elements: rounding at the midpoints between codes."""
     values = torch.arange(65536, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -241,13 +126,6 @@ def test_every_bfloat16_over_every_kind_of_scale():
         x = small.clone()
         x[:, 0] = largest
         assert_as_defined(per_token_cast_to_fp8, x)
-
-
-@CASTS
-def test_empty(cast):
-    for shape in ((0, 300), (5, 0), (0, 0)):
-        quantized, scale = cast(torch.empty(shape, device="cuda"))
-        assert quantized.shape == shape and scale.numel() == 0
 
 
 @CASTS
@@ -348,38 +226,3 @@ def test_bits_at_every_magnitude(cast, options, dtype):
 def test_bits_at_every_magnitude_along_tokens(options, dtype):
     x = random_matrix(300, 200, torch.float32) * 10.0 ** -torch.linspace(0, 45, 200, device="cuda").double()
     assert_as_defined(transposed_cast_to_fp8, x.to(dtype), **options)
-
-
-GROUPS_THAT_ARE_COPIED = {
-    "rows cut off": lambda g, m, k: torch.randn(g, m + 40, k, **BF16)[:, :m],
-    "columns apart": lambda g, m, k: torch.randn(g, m, 2 * k, **BF16)[..., ::2],
-    "along m": lambda g, m, k: torch.randn(g, k, m, **BF16).mT,
-    "groups swapped": lambda g, m, k: torch.randn(m, g, k, **BF16).transpose(0, 1),
-    "one for all": lambda g, m, k: torch.randn(1, m, k, **BF16).expand(g, m, k),
-}
-
-
-@pytest.mark.parametrize("make", GROUPS_THAT_ARE_COPIED.values(), ids=GROUPS_THAT_ARE_COPIED)
-@pytest.mark.parametrize("sizes", [(4, 200, 512), (4, 200, 128), (3, 64, 256), (5, 33, 1000)], ids=str)
-@pytest.mark.parametrize("gated", [False, True], ids=["cast", "silu_mul"])
-def test_counts_of_groups_that_are_no_view_of_one_matrix(make, sizes, gated):
-    """Rows that live are cast, and no other byte is written, before, between or behind."""
-    g, m, k = sizes
-    x = make(g, m, 2 * k if gated else k)
-    counts = torch.tensor([m, 3, 0, m // 2, 1], dtype=torch.int32, device="cuda")[:g].contiguous()
-    k_groups = (k + 127) // 128
-    guard = torch.full(((g + 2) * m, k), 0x55, dtype=torch.uint8, device="cuda")
-    scale_guard = torch.full(((g + 2) * m, k_groups), -7.0, device="cuda")
-    out = guard[m:-m].view(FP8_DTYPE).view(g, m, k)
-    scale = scale_guard[m:-m].view(g, m, k_groups)
-    call = silu_mul_cast_to_fp8 if gated else per_token_cast_to_fp8
-    call(x, counts=counts, out=out, scale_out=scale)
-    wanted, wanted_scale = call(x.contiguous())
-    lives = torch.arange(m, device="cuda") < counts[:, None]
-    assert torch.equal(out.view(torch.uint8)[lives], wanted.view(torch.uint8)[lives])
-    assert torch.equal(scale[lives], wanted_scale[lives])
-    assert (out.view(torch.uint8)[~lives] == 0x55).all() and (scale[~lives] == -7).all()
-    for around in (guard[:m], guard[-m:]):
-        assert (around == 0x55).all()
-    for around in (scale_guard[:m], scale_guard[-m:]):
-        assert (around == -7).all()

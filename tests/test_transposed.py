@@ -1,22 +1,19 @@
-"""The cast along tokens: the bits of a cast of the transpose, dead tokens that are skipped, and refusals.
+"""The cast along tokens: offsets that lie, refusals, graphs and large tensors.
 
-On the CPU and a GPU; its kernels' bits without a GPU are in test_cast_kernels.py.
+Its bits are in test_drawn_casts.py, its kernels' without a GPU in test_cast_kernels.py.
 """
 
 import pytest
 import torch
 from helpers import GuardedOut
-from test_quantize import EACH_OPTION, assert_same, wide_matrix
+from test_quantize import assert_same, wide_matrix
 
 from deep_tile import per_token_cast_to_fp8, transposed_cast_to_fp8
 from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE
-from deep_tile.reference import group_rows
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-SHAPES = [(1, 1), (128, 128), (5, 300), (127, 129), (130, 264), (257, 513), (1, 131), (1000, 8), (384, 40)]
 POISON = 0x55
 
 
@@ -33,73 +30,8 @@ def poisoned(columns, tokens, device):
     return guarded, torch.full((columns, ceil_div(tokens, 128)), 7.0, device=device)
 
 
-def by_transposing(x, **options):
-    """The definition: a cast along rows of the transpose, on the CPU."""
-    return per_token_cast_to_fp8(x.cpu().t().contiguous(), **options)
-
-
 def on_cpu(*results):
     return tuple(x.cpu() for x in results)
-
-
-@EACH_DEVICE
-@EACH_OPTION
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_is_the_cast_of_the_transpose(device, options, dtype, shape):
-    x = matrix(*shape, dtype, device)
-    out, scale = transposed_cast_to_fp8(x, **options)
-    assert out.shape == shape[::-1] and out.stride() == (round_up(shape[0], 16), 1)
-    assert_same(on_cpu(out, scale), by_transposing(x, **options))
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize(
-    ("x_stride", "x_offset", "out_stride", "out_offset"),
-    [(264, 0, 304, 0), (272, 8, 304, 0), (265, 0, 300, 0), (264, 1, 301, 0), (264, 0, 304, 3), (264, 3, 297, 1)],
-)
-def test_any_strides(device, dtype, x_stride, x_offset, out_stride, out_offset):
-    tokens, columns = 297, 264
-    memory = torch.zeros(tokens * x_stride + 16, dtype=dtype, device=device)
-    x = memory.as_strided((tokens, columns), (x_stride, 1), x_offset).copy_(matrix(tokens, columns, dtype))
-    guarded = GuardedOut(columns, tokens, device=device, stride=out_stride, offset=out_offset, dtype=FP8_DTYPE)
-    scale = torch.zeros(3, columns + 5, device=device).t()[:columns]
-    got = transposed_cast_to_fp8(x, out=guarded.out, scale_out=scale)
-    assert got[0] is guarded.out and got[1] is scale
-    assert_same(on_cpu(*got), by_transposing(x))
-    guarded.assert_guards_intact()
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("layout", ["row", "m", "m_aligned"])
-def test_scale_layouts(device, layout):
-    """Of columns whose tokens adjoin."""
-    x = matrix(300, 130, device=device).t().contiguous().t()
-    _, scale = transposed_cast_to_fp8(x, scale_layout=layout)
-    _, wanted = per_token_cast_to_fp8(x.t().contiguous(), scale_layout=layout)
-    assert scale.stride() == wanted.stride()
-    assert_same(on_cpu(*transposed_cast_to_fp8(x, scale_layout=layout)), by_transposing(x))
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
-def test_nothing(device, shape):
-    out, scale = transposed_cast_to_fp8(torch.ones(shape, device=device))
-    assert out.shape == shape[::-1] and scale.shape == (shape[1], ceil_div(shape[0], 128))
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("columns", [136, 131])
-def test_tokens_by_an_index(device, dtype, columns):
-    limits = torch.iinfo(dtype)
-    x = matrix(9, columns, device=device)
-    x[0, 0], x[-1, -1] = 1, 2
-    rows = torch.tensor([3, 0, 8, 8, -1, 9, 1, limits.min, limits.max, 5] * 30, dtype=dtype)
-    wanted = torch.where(((rows >= 0) & (rows < 9))[:, None], x.cpu()[rows.clamp(0, 8).long()], 0)
-    got = transposed_cast_to_fp8(x, rows=rows.to(device))
-    assert_same(on_cpu(*got), by_transposing(wanted))
 
 
 OFFS = {
@@ -114,43 +46,6 @@ OFFS = {
     "negative": ([-5, -(2**31), 200], 128),
     "many": (list(range(0, 700, 1)), 128),
 }
-
-
-def tokens_of(offs, alignment, tokens):
-    """First token, and the one behind the last, of each group with tokens."""
-    bounds = torch.tensor(offs, dtype=torch.int32)
-    return [(begin, end) for begin, end in group_rows("offs", bounds, 0, tokens, alignment) if begin < end]
-
-
-RISING = [name for name in OFFS if name not in ("falling", "many", "negative")]
-
-
-@EACH_DEVICE
-@pytest.mark.parametrize("name", RISING)
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_groups(device, name, dtype):
-    """Each group is cast as if alone. NaN behind its end becomes zeros, and blocks of 128 dead tokens stay as they
-    were."""
-    (offs, alignment), tokens, columns = OFFS[name], 700, 136
-    x = wide_matrix(tokens, columns, dtype)
-    groups = tokens_of(offs, alignment, tokens)
-    alive = torch.zeros(tokens, dtype=torch.bool)
-    for begin, end in groups:
-        alive[begin:end] = True
-    x[~alive] = float("nan")
-    guarded, scale = poisoned(columns, tokens, device)
-    given = torch.tensor(offs, dtype=torch.int32, device=device)
-    transposed_cast_to_fp8(x.to(device), offs=given, alignment=alignment, out=guarded.out, scale_out=scale)
-    wanted = torch.full((columns, tokens), POISON, dtype=torch.uint8)
-    wanted_scale = torch.full_like(scale, 7, device="cpu")
-    for begin, end in groups:
-        out, own_scale = by_transposing(x[begin:end])
-        wanted[:, begin : round_up(end, 128)] = 0
-        wanted[:, begin:end] = out.view(torch.uint8)
-        wanted_scale[:, begin // 128 : ceil_div(end, 128)] = own_scale
-    assert torch.equal(guarded.out.cpu().view(torch.uint8), wanted)
-    assert torch.equal(scale.cpu(), wanted_scale)
-    guarded.assert_guards_intact()
 
 
 @pytest.mark.gpu

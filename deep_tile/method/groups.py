@@ -38,7 +38,7 @@ def derive(problem: GemmProblem, gpu: Hardware, besides: list[tuple[str, float]]
     )
 
 
-def _bytes(problem: GemmProblem) -> int:
+def _bytes(problem: GemmProblem) -> float:
     """Of all rows without padding, every group's weights once."""
     count, rows = problem.groups.count, problem.groups.count * problem.groups.expected_rows
     product = problem.product
@@ -46,6 +46,6 @@ def _bytes(problem: GemmProblem) -> int:
         operands = (problem.m + problem.n) * (rows + 4 * ceil_div(rows, SCALE_BLOCK))
         return operands + 2 * count * problem.m * problem.n * problem.out.bytes
     scales_of_row = 4 * (ceil_div(problem.k, SCALE_BLOCK) if product.block_scales else product.row_scales)
-    scaled_rows = ceil_div(problem.n, SCALE_BLOCK) if product.block_scales else problem.n
-    weights = count * (problem.n * problem.k * product.b.bytes + scaled_rows * scales_of_row)
+    scaled_rows = ceil_div(problem.n, SCALE_BLOCK) if product.scaling == "blocks" else problem.n
+    weights = count * (problem.n * problem.k * product.b_bytes + scaled_rows * scales_of_row)
     return weights + rows * (problem.k * product.a.bytes + scales_of_row + problem.n * problem.out.bytes)

@@ -24,7 +24,7 @@ from deep_tile.kinds import EVERY_KIND, PACKED
 from deep_tile.method.roofline import Candidate, Derivation, Tile, judged, stored_bytes_of
 from deep_tile.select import cost, schedule, tuned
 from deep_tile.select import hardware as gpus
-from deep_tile.select.choose import bucket_key, choose
+from deep_tile.select.choose import bucket_key, choose, unpacks
 from deep_tile.select.cost import Estimate
 from deep_tile.select.hardware import Hardware, operand_bytes_of
 from deep_tile.walls import Wall, product_flops
@@ -257,6 +257,8 @@ def _notes(derived: Derivation) -> Iterable[str]:
         return
     if derived.dtype in PACKED:
         yield "Times are those of fp8 tiles, or of the conversion to FP8 where that takes longer."
+        if unpacks(judged(derived.problem, derived.dtype)):
+            yield "packed_gemm unpacks this weight to FP8 first, which `--call packed_gemm` explains."
     elif not cost.is_measured(derived.dtype):
         like = cost.times_of(derived.dtype)
         yield f"Times are those of {like} tiles whose stages have as many bytes; {derived.dtype} was not measured."
