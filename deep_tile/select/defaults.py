@@ -132,8 +132,8 @@ def default_configs(
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := quantized(one)))
     if EVERY_KIND[kind].packing:
-        # Math-warp stores leave 256 rows too few registers, and make 128x96 longer than what a launch prefetches.
-        tiles = [tile for tile in _PACKED_TILES if tma_store or (tile[0] < 256 and tile[1] != 96)]
+        # Math-warp stores leave other tiles too few registers, or make them longer than what a launch prefetches.
+        tiles = [tile for tile in _PACKED_TILES if tma_store or (tile[0] <= 128 and tile[1] in (32, 64, 128))]
         if EVERY_KIND[kind].scaling == "row_blocks":  # this tile would exceed the code that a launch prefetches
             tiles = [tile for tile in tiles if tile != (64, 64, 2, 4)]
         return packed_configs(tiles, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
@@ -149,9 +149,9 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
     Code must stay below 66 KB, which a launch loads without extra time. An epilogue rules out paired K blocks. An
     activation rules out main loops with many copies. Exact GELU (14 instructions per sum) rules out 256-row tiles; if
     quantised, so does tanh GELU after a bias. Quantised 256-column tiles rule out both GELUs, and SiLU after a bias.
-    Registers rule out: an activation on 64x256, and on split tiles of two chunks; with per-row scales, an epilogue on
-    promoted two-chunk tiles (exact GELU also on 128x192) and on the widest tiles, which also hold scales. Output boxes
-    are fewer where `out` has fewer columns.
+    Registers rule out: an activation on 64x256, and on split tiles of two chunks; GELUs on a packed weight's tiles of
+    other widths than 32, 64 and 128; with per-row scales, an epilogue on promoted two-chunk tiles (exact GELU also on
+    128x192) and on the widest tiles, which also hold scales. Output boxes are fewer where `out` has fewer columns.
     """
     if (bias, activation) == ("none", "none"):
         return config
@@ -174,6 +174,8 @@ def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
 def _is_crowded(config: GemmConfig, activation: str) -> bool:
     """Whether a finish leaves too few registers."""
     if activation != "none" and ((config.block_m, config.block_n) == (64, 256) or (config.split_k > 1 < config.chunks)):
+        return True
+    if config.is_packed and activation.startswith("gelu") and config.block_n not in (32, 64, 128):
         return True
     if not config.row_scales:
         return False
