@@ -297,7 +297,7 @@ def _check_targets(
     same = out.data_ptr() == weight.data_ptr() and out.stride() == weight.stride() and not source.format.packed
     (begin, end), (other_begin, other_end) = map(_extent, (out, weight))
     overlaps = out.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and begin < other_end
-    if not same and overlaps and other_begin < end:
+    if math.prod(shape) and not same and overlaps and other_begin < end:
         raise ValueError("out overlaps weight without being it: pass out=weight for an FP8 weight, or other memory")
 
 
@@ -331,7 +331,7 @@ class _Tally:
 def _rebased(source: formats.Source, shape: tuple[int, ...], limit: float, out, scale_out) -> Blocks:
     tally = _Tally(source, shape)
     if source.scales_blocks() or not math.prod(shape):
-        result, scale = _as_it_is(source, tally.of_scale, out)
+        result, scale = _as_it_is(source, shape, tally.of_scale, out)
     else:
         result = tensors.empty_rows(shape, FP8_DTYPE, source.weight.device) if out is None else out
         scale = torch.empty(tally.of_scale, dtype=torch.float32, device=source.weight.device)
@@ -345,12 +345,15 @@ def _rebased(source: formats.Source, shape: tuple[int, ...], limit: float, out, 
     return Blocks(result, scale, report)
 
 
-def _as_it_is(source: formats.Source, of_scale: tuple[int, ...], out: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _as_it_is(
+    source: formats.Source, shape: tuple[int, ...], of_scale: tuple[int, ...], out: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    weight = source.weight.new_empty(shape, dtype=FP8_DTYPE) if source.format.packed else source.weight
     scale = source.scale.float()
     for dim, of in zip((-2, -1), source.group, strict=True):
         index = torch.arange(of_scale[dim], device=scale.device) * SCALE_BLOCK // of
         scale = scale.index_select(dim, index)
-    return tensors.with_aligned_rows(source.weight) if out is None else out.copy_(source.weight), scale
+    return tensors.with_aligned_rows(weight) if out is None else out.copy_(weight), scale
 
 
 def _check_limit(source: formats.Source, tally: _Tally, limit: float) -> None:

@@ -81,11 +81,13 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "expected_rows": _check_expected,
     "expected_tokens": _check_expected,
     "fast_accum": _FLAG,
+    "keep_weights": _FLAG,
     "num_sms": partial(_check_type, (int, type(None)), "an int, or None for all SMs"),
     "out_dtype": lambda _, value: finishes.check_out_dtype(value, finishes.RESULT_NAMES),
     "paged": _FLAG,
     "pdl": partial(_check_type, (bool, type(None)), "True, False or None"),
     "progress": _FLAG,
+    "recast": _FLAG,
     "round_scale": partial(_check_choice, SCALE_ROUNDINGS),
     "scale_layout": partial(_check_choice, SCALE_LAYOUTS),
 }

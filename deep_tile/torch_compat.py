@@ -12,9 +12,10 @@ from torch.nn.functional import ScalingType, SwizzleType
 from deep_tile import dense, finishes, grouped, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div
 
-# Names, since Dynamo of torch 2.10 and 2.11 compares no members of ScalingType and SwizzleType.
+# Names, since Dynamo of torch 2.10 and 2.11 compares no members of ScalingType and SwizzleType, and of 2.12 reads none.
 _TENSOR, _ROWS = ScalingType.TensorWise.name, ScalingType.RowWise.name
 _TOKENS, _WEIGHTS = ScalingType.BlockWise1x128.name, ScalingType.BlockWise128x128.name
+_UNSWIZZLED = SwizzleType.NO_SWIZZLE.name
 _RECIPES = ((_TENSOR, _TENSOR), (_ROWS, _ROWS), (_TOKENS, _TOKENS), (_TOKENS, _WEIGHTS), (_WEIGHTS, _TOKENS))
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -183,7 +184,7 @@ def _check_no_bias(bias: object) -> None:
 
 def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object, known: tuple[torch.dtype, ...]) -> None:
     for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
-        if swizzle not in (None, [], ()) and _name(name, swizzle, SwizzleType) != SwizzleType.NO_SWIZZLE.name:
+        if swizzle not in (None, [], ()) and _name(name, swizzle, SwizzleType) != _UNSWIZZLED:
             raise ValueError(f"{name} is {swizzle}; scales on Hopper are not swizzled. Pass None")
     if output_dtype not in known:
         raise ValueError(

@@ -245,6 +245,11 @@ def test_empty_weights():
     for shape in ((0, 256), (4, 0), (0, 128, 128)):
         result = to_blocks(torch.empty(shape).to(FP8_DTYPE), torch.ones(*shape[:-1]), format="fp8_channel")
         assert result.weight.shape == shape and result.report.changed_share == 0
+    for n, k in ((0, 256), (4, 0)):
+        codes, out = torch.empty(n, k // 2, dtype=torch.uint8), torch.empty(n, k).to(FP8_DTYPE)
+        for target in (None, out):
+            result = to_blocks(codes, torch.ones(n, k // 32), format="mxfp4", out=target)
+            assert result.weight.shape == (n, k) and result.weight.dtype == FP8_DTYPE
 
 
 def _bad(weight=(256, 512), scale=(8, 16), weight_dtype=FP8_DTYPE, scale_dtype=torch.float32, **arguments):

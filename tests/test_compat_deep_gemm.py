@@ -250,6 +250,8 @@ def test_sums_of_wrong_products_leave_d_alone():
     lengths, sums = [1, 2], torch.zeros(2, 1, 16)  # the second group begins between two multiples of 16 bytes
     with pytest.raises(ValueError, match="a must begin at a multiple of 16 bytes"):
         deep_gemm.k_grouped_bf16_gemm_tn_contiguous(x[0, :3, :1].contiguous(), x[0, :3], sums, lengths, c=sums + 1)
+    with pytest.raises(TypeError, match="a is a tensor inside a transform of torch.func"):
+        torch.vmap(lambda x: deep_gemm.k_grouped_bf16_gemm_tn_contiguous(x[:3, :1], x[:3], sums, lengths))(x)
     lengths, sums = [1, 2], torch.zeros(2, 9, 16)  # a single row has no stride
     with pytest.raises(ValueError, match="a's column stride must be a multiple of 16 bytes"):
         deep_gemm.k_grouped_bf16_gemm_tn_contiguous(x[0, :3, :9].contiguous(), x[0, :3], sums, lengths, c=sums + 1)

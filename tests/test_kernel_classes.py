@@ -34,6 +34,13 @@ DERIVED = {
 COLUMNS = {"name", "intensity", "smem_bytes", "registers", "stages_min", "stages", "stages_max", "bound", "hit"}
 
 
+def test_the_smallest_kernels():
+    """Less than a byte of them is in flight on an SM, in the mean."""
+    assert derive_elementwise(1, 0.5, 4, H200, warps=1).bytes_in_flight == 1
+    assert derive_reduction(1, 1, 0.25, 0, H200).bytes_in_flight == 1
+    assert derive_reduction(1, 100_000, 0.001, 0, H200).threads_per_row == 1024
+
+
 @pytest.fixture
 def call(call_main):
     return functools.partial(call_main, explain_kernels.main)

@@ -117,7 +117,7 @@ MAY_IMPORT = {
     "sums": {"dense", "finishes", "grouped", "operation", "ops", "options", "tensors", "thin"},
     "replaceable": {"quantize", "tensors"},
     "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "gradients", "grouped", "jit"}
-    | {"launches", "ops", "params", "quantize", "select", "tensors", "transposed", "wgrad"},
+    | {"launches", "ops", "options", "params", "quantize", "select", "tensors", "transposed", "wgrad"},
     "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"}
     | {"sources", "tensors"},
     "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "packed_layers"}

@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -315,6 +316,24 @@ def test_ops_write_to_their_targets_alone(name):
     assert changed == written and (result is None) == bool(written)
     assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} <= {*op.tags}
     assert torch.Tag.cudagraph_unsafe not in op.tags
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tangents_are_kept_or_refused(name):
+    """In forward-mode AD a result without a tangent is a constant."""
+    call = on("cpu", name)
+    wide = next((x for x in call.tensors if x.is_floating_point() and x.dtype != FP8), None)
+    if wide is None:  # integers and codes have no derivatives
+        return
+    with forward_ad.dual_level():
+        dual = call.made(lambda x: forward_ad.make_dual(x, torch.ones_like(x)) if x is wide else x)
+        if name in ("dequantize", "interleave_gate_up"):
+            assert all(forward_ad.unpack_dual(x).tangent is not None for x in dual())
+            return
+        with pytest.raises(RuntimeError, match=r"tangent of torch\.autograd\.forward_ad.*unpack_dual\(\w+\)\.primal"):
+            dual()
+        with torch.no_grad():
+            assert_same(dual(), call())
 
 
 @pytest.mark.parametrize("name", CALLS)

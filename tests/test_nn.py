@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from formats import draw as draw_weight
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deep_tile
 from deep_tile import fp8_linear, jit, nn, quantize_weight, tensors
@@ -272,6 +273,15 @@ def test_gradients_pass_a_frozen_layer(device):
     assert layer.weight.grad is None and layer.weight_scale_inv.grad is None
     assert all(p.grad is not None and p.grad.isfinite().all() for p in (layer.bias, down.weight, up.weight))
     assert x.grad.abs().sum() > 0
+
+
+def test_a_trainable_weight_is_refused_where_nothing_has_an_address():
+    layer, x = nn.Linear(256, 128).requires_grad_(), torch.randn(4, 256)
+    with pytest.raises(Exception, match="b requires a gradient"):
+        torch.export.export(layer, (x,))
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="b requires a gradient"):
+        fake = {name: mode.from_tensor(parameter) for name, parameter in layer.named_parameters()}
+        torch.func.functional_call(layer, fake, mode.from_tensor(x))
 
 
 class Model(torch.nn.Module):

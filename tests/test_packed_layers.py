@@ -78,6 +78,19 @@ def test_files_have_layers(tmp_path, name, assign):
     assert torch.equal(other(x), layer(x)) and other.weight_scale.stride() == layer.weight_scale.stride()
 
 
+def test_elements_of_a_row_are_saved_with_it(tmp_path):
+    """Rows of 96 and 128 elements have as many bytes."""
+    state = nn.PackedLinear(96, 48, bias=False).state_dict()
+    torch.save(torch.nn.Sequential(nn.PackedLinear(96, 48, bias=False)).state_dict(), tmp_path / "state")
+    torch.nn.Sequential(nn.PackedLinear(96, 48, bias=False)).load_state_dict(torch.load(tmp_path / "state"))
+    for other, saved in (
+        (nn.PackedLinear(128, 48, bias=False), state),
+        (torch.nn.Sequential(nn.PackedLinear(112, 48, bias=False)), torch.load(tmp_path / "state")),
+    ):
+        with pytest.raises(ValueError, match=r"weight has 96 elements per row.*in_features=96"):
+            other.load_state_dict(saved)
+
+
 def test_numbers_in_other_dtypes_are_not_loaded():
     """Bytes of exponents are no scales, and torch copies them as if they were."""
     state = linear().state_dict()

@@ -779,6 +779,8 @@ def test_refused(change, error, message):
         ({"round_scale": "up"}, ValueError, "round_scale is 'up'; use"),
         ({"amax_floor": -1.0}, ValueError, "amax_floor is -1.0; it must be"),
         ({"amax_floor": "0"}, TypeError, "amax_floor is '0'"),
+        ({"keep_weights": None}, TypeError, "keep_weights is None, .*pass True or False"),
+        ({"recast": 1}, TypeError, "recast is 1, .*pass True or False"),
     ],
 )
 def test_recipes_that_are_refused(options, error, message):

@@ -3,6 +3,7 @@
 On the CPU deep_tile multiplies by the definition; the variants with the marker gpu run kernels. Nothing is downloaded.
 """
 
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -407,6 +408,16 @@ def test_layers_are_re_based(installed, device, block):  # noqa: F811
         _, chosen, weights = routed(5, device)
         out = model.experts(x, chosen, weights)
     assert agree(out, in_turn(model.experts, x, chosen, weights))
+
+
+def test_layers_share_what_they_shared():
+    model = model_in((32, 32), "cpu")
+    model["tied"] = finegrained_fp8.FP8Linear(HIDDEN - 16, 128, block_size=(32, 32), scale_fmt="ue8m0")
+    model["tied"].weight, model["tied"].weight_scale_inv = model.linear.weight, model.linear.weight_scale_inv
+    alive = weakref.ref(model["experts"].down_proj)
+    reports = integration.rebase(model)
+    assert model["tied"].weight is model.linear.weight and reports["tied.weight"] is reports["linear.weight"]
+    assert model["tied"].weight_scale_inv is model.linear.weight_scale_inv and alive() is None
 
 
 @DEVICES

@@ -1,5 +1,7 @@
 """transformers' experts in FP4, multiplied in 4 bits, against those in FP8 of the same weights."""
 
+import weakref
+
 import pytest
 import torch
 from test_transformers_experts import agree, fill, in_turn, make_layer, routed
@@ -31,6 +33,15 @@ def test_experts_in_fp4_are_packed(device):
     integration.rebase(layer)
     given = routed(7, device)
     assert agree(packed(*given), in_turn(layer, *given))
+
+
+def test_experts_at_two_places_are_packed_once():
+    """Their own weights are let go."""
+    layer = in_fp4()
+    model, alive = torch.nn.Sequential(of(layer), of(layer)), weakref.ref(layer)
+    del layer
+    assert integration.pack(model) == ["0.1.experts", "1.1.experts"] and alive() is None
+    assert type(model[0][1]["experts"]) is nn.PackedExperts and model[0][1]["experts"] is model[1][1]["experts"]
 
 
 def test_other_experts_stay():

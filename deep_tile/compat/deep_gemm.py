@@ -616,6 +616,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
             _make_ready("bf16", x, y, out, accumulate=True)
         return
     if not is_traced():  # before d is written to: the longest group shows strides, which single rows have not
+        tensors.require_plain(a=a, b=b, d=d)
         longest = sorted(products, key=lambda product: -product[0].shape[1])[:1]
         for x, y, out in longest + [each for each in products if not all(map(tensors.is_aligned, each[:2]))]:
             dense.check_sum("gemm", (x, y), out, **process.settings)

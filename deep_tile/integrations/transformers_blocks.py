@@ -6,6 +6,7 @@ Invariant: a layer changes as a whole, including its block size, so transformers
 from collections.abc import Iterator
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deep_tile import blocks, tensors
 from deep_tile.config import SCALE_BLOCK
@@ -25,8 +26,8 @@ def rebase(model: torch.nn.Module, *, max_error: float = blocks.MAX_ERROR) -> di
 
     Covers `FP8Linear`, `FP8GroupedLinear` with whole blocks and `FP8Experts`, with 32x32, 1x32, 1x128 or per-tensor
     scales, and FP4 experts, whose weights then take twice the memory; with dynamically quantised inputs. Other layers,
-    and 128x128 blocks, stay unchanged. One layer after the other. Where all layers are in such blocks in the end,
-    `model.config.quantization_config` says so, for `save_pretrained`.
+    and 128x128 blocks, stay unchanged. One layer after the other; those that share a weight share its result. Where all
+    layers are in such blocks in the end, `model.config.quantization_config` says so, for `save_pretrained`.
 
     Args:
         model: a loaded transformers model.
@@ -43,13 +44,13 @@ def rebase(model: torch.nn.Module, *, max_error: float = blocks.MAX_ERROR) -> di
     from transformers.integrations import finegrained_fp8 as client
 
     tensors.require_module(model)
-    reports, left = {}, False
+    reports, left, known = {}, False, WeakIdKeyDictionary()
     for name, layer in model.named_modules():
         if not isinstance(layer, (client.FP8Linear, client.FP8Experts)):
             continue
         found = [*_formats(layer, client)]
         if found:
-            reports |= _rebase_layer(f"{name}." if name else "", layer, dict(found), max_error)
+            reports |= _rebase_layer(f"{name}." if name else "", layer, dict(found), max_error, known)
         left |= layer.block_size is None or tuple(layer.block_size) != WEIGHT_BLOCK or is_packed(layer, client)
     if reports and not left:
         _describe(model)
@@ -79,22 +80,30 @@ def is_packed(layer: torch.nn.Module, client) -> bool:
 
 
 def _rebase_layer(
-    prefix: str, layer: torch.nn.Module, formats: dict[str, str], max_error: float
+    prefix: str, layer: torch.nn.Module, formats: dict[str, str], max_error: float, known: WeakIdKeyDictionary
 ) -> dict[str, blocks.Rebased]:
+    """`known` has what was made of weights that layers still have, each with its scale."""
     done = {}
     for name, format_ in formats.items():
-        weight, scale = (getattr(layer, one).detach() for one in (name, f"{name}_scale_inv"))
+        given, of_given = getattr(layer, name), getattr(layer, f"{name}_scale_inv")
+        if given in known and known[given][0] is of_given:
+            done[name] = known[given][1:]
+            continue
+        weight, scale = given.detach(), of_given.detach()
         if format_ == "fp8_tensor" and weight.dim() == 3:  # gate and up have one each
             scale, format_ = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1), "fp8_channel"
         try:
-            done[name] = blocks.to_blocks(weight, scale, format=format_, max_error=max_error)
+            made = blocks.to_blocks(weight, scale, format=format_, max_error=max_error)
         except ValueError as error:
             raise ValueError(f"{prefix}{name}: {error}") from None
-    for name, result in done.items():
-        for one, tensor in ((name, result.weight), (f"{name}_scale_inv", result.scale)):
-            setattr(layer, one, torch.nn.Parameter(tensor, requires_grad=False))
+        frozen = (torch.nn.Parameter(x, requires_grad=False) for x in (made.weight, made.scale))
+        done[name] = (*frozen, made.report)
+        known[given] = (of_given, *done[name])
+    for name, (weight, scale, _) in done.items():
+        setattr(layer, name, weight)
+        setattr(layer, f"{name}_scale_inv", scale)
     layer.block_size = WEIGHT_BLOCK
-    return {f"{prefix}{name}": result.report for name, result in done.items()}
+    return {f"{prefix}{name}": report for name, (*_, report) in done.items()}
 
 
 def _describe(model: torch.nn.Module) -> None:

@@ -206,7 +206,7 @@ def _reductions(
     vector = gcd(_vector_elements(max(read_bytes, write_bytes)), columns)
     loads, load_bytes = columns // vector, vector * read_bytes
     for threads in THREADS_PER_ROW:
-        if threads * load_bytes < LINE_BYTES and threads < loads:
+        if threads * load_bytes < LINE_BYTES and threads < min(loads, THREADS_PER_ROW[-1]):
             continue
         launch = _reduction(rows, columns, read_bytes, write_bytes, hardware, vector, threads)
         yield launch
@@ -272,7 +272,7 @@ def _launch(
     blocks_per_sm = max(1, min(hardware.threads // threads, by_registers, hardware.blocks))
     grid = min(hardware.num_sms * blocks_per_sm, blocks)
     working = min(blocks_per_sm, grid / hardware.num_sms) * threads  # in the mean, per SM
-    in_flight, (needed, _) = round(working * unroll * load_bytes), bytes_in_flight_needed(hardware)
+    in_flight, (needed, _) = max(1, round(working * unroll * load_bytes)), bytes_in_flight_needed(hardware)
     bandwidth = hardware.hbm_tbps * min(1.0, in_flight / needed)
     most_registers = min(hardware.registers_per_thread, hardware.registers // threads // 8 * 8)
     latency_us = LOAD_FACTOR * hardware.hbm_latency_ns / 1e3

@@ -70,8 +70,8 @@ def experts(
     checked_once(_checked, lambda: _check(*given, recipe), recipe, *given)
     tensors.require_dense_in_eager(shares=shares)  # torch reads them, where launches check the others' memory
     if hasattr(w_gate_up, "main_grad") or hasattr(w_down, "main_grad"):
-        return _apply_eagerly(x, chosen, shares, w_gate_up, w_down, recipe)
-    return _Experts.apply(x, chosen, shares, w_gate_up, w_down, recipe)
+        return _apply_eagerly(x, chosen, shares, w_gate_up, w_down, recipe.held)
+    return _Experts.apply(x, chosen, shares, w_gate_up, w_down, recipe.held)
 
 
 @torch.compiler.disable
@@ -112,7 +112,8 @@ class _Experts(torch.autograd.Function):
     tokens, and a share's gradient is a sum over f, not h."""
 
     @staticmethod
-    def forward(ctx, x, chosen, shares, w_gate_up, w_down, recipe):
+    def forward(ctx, x, chosen, shares, w_gate_up, w_down, held):
+        recipe = held.recipe
         routing = sort_by_expert(chosen, w_gate_up.shape[0], alignment=SCALE_BLOCK)
         *up, kept_up = cast_forward(w_gate_up, recipe, ctx.needs_input_grad[0])
         *down, kept_down = cast_forward(w_down, recipe, any(ctx.needs_input_grad))

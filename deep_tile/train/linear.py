@@ -97,8 +97,8 @@ def _linears(x, weights: tuple, biases: tuple, recipe: Recipe) -> tuple[torch.Te
     wants_weights = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     codes = cast_shared(x, recipe, along_tokens=wants_weights and recipe.wgrad != "bf16")
     if any(hasattr(weight, "main_grad") for weight in weights):
-        return _apply_eagerly(x, recipe, *codes, *weights, *biases)
-    return _Linears.apply(x, recipe, *codes, *weights, *biases)
+        return _apply_eagerly(x, recipe.held, *codes, *weights, *biases)
+    return _Linears.apply(x, recipe.held, *codes, *weights, *biases)
 
 
 _linears_eagerly = torch.compiler.disable(_linears)
@@ -130,11 +130,11 @@ def _apply_eagerly(*given) -> tuple[torch.Tensor, ...]:
 
 
 class _Linears(torch.autograd.Function):
-    """Takes x, a recipe, `cast_both`'s results for x, weights and as many biases."""
+    """Takes x, a `Held` recipe, `cast_both`'s results for x, weights and as many biases."""
 
     @staticmethod
-    def forward(ctx, x, recipe, *given):  # dynamo gives no ctx where arguments are as many as names, ctx included
-        (a, a_scale, at, at_scale), parameters = given[:4], given[4:]
+    def forward(ctx, x, held, *given):  # dynamo gives no ctx where arguments are as many as names, ctx included
+        (a, a_scale, at, at_scale), parameters, recipe = given[:4], given[4:], held.recipe
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         wants_x, wants_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST : _FIRST + count])

@@ -74,8 +74,8 @@ def mlp(
     along_tokens = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights[:-1])
     codes = cast_shared(x, recipe, along_tokens=along_tokens)
     if any(hasattr(weight, "main_grad") for weight in weights):
-        return _apply_eagerly(x, recipe, *codes, *weights)
-    return _Mlp.apply(x, recipe, *codes, *weights)
+        return _apply_eagerly(x, recipe.held, *codes, *weights)
+    return _Mlp.apply(x, recipe.held, *codes, *weights)
 
 
 _mlp_eagerly = torch.compiler.disable(mlp)
@@ -94,11 +94,11 @@ def _apply_eagerly(*given) -> torch.Tensor:
 
 
 class _Mlp(torch.autograd.Function):
-    """Takes x, a recipe, `cast_both`'s results for x, one or two gate and up weights, and the down weight."""
+    """Takes x, a `Held` recipe, `cast_both`'s results for x, one or two gate and up weights, and the down weight."""
 
     @staticmethod
-    def forward(ctx, x, recipe, *given):  # as few names as in linear.py
-        (a, a_scale, at, at_scale), weights = given[:4], given[4:]
+    def forward(ctx, x, held, *given):  # as few names as in linear.py
+        (a, a_scale, at, at_scale), weights, recipe = given[:4], given[4:], held.recipe
         wants_x, wants_any = ctx.needs_input_grad[0], any(ctx.needs_input_grad)
         *first, last = weights
         gate_up, outs = _room_of(first, a)

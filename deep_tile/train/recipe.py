@@ -9,12 +9,21 @@ import torch
 from deep_tile import quantize, tensors
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.ops import SMALLEST_AMAX_FLOOR
+from deep_tile.options import check_one
 
 Found = TypeVar("Found")
 
 _MOST_CHECKED = 4096
 
 DGRADS, WGRADS, ACTIVATIONS = ("fp8", "bf16"), ("fp8", "fp8_1x128", "bf16"), ("bf16", "fp8")
+
+
+class Held:
+    """Hands a recipe to an autograd.Function. A frozen dataclass as an argument Dynamo of torch 2.10 makes anew, of
+    symbols instead of numbers where sizes are dynamic."""
+
+    def __init__(self, recipe: "Recipe") -> None:
+        self.recipe = recipe
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,9 @@ class Recipe:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         quantize.check_options(quantize.Options(SCALE_BLOCK, **self.cast))
+        for name in ("recast", "keep_weights"):
+            check_one(name, getattr(self, name))
+        object.__setattr__(self, "held", Held(self))
         # A key: fields of a dataclass are hashed in Python.
         object.__setattr__(self, "options", (self.dgrad, self.wgrad, self.recast, self.amax_floor, self.round_scale))
 
