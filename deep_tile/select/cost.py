@@ -51,9 +51,10 @@ PACKED_BLOCK_US = {
 """Time per K block of a packed weight, by tile and scale blocks, with scales of blocks and of columns: the conversion,
 which hides WGMMA. To 128x64 and (128, 128) fitted to 112 times of four weights and of 8 groups, with 1 to 4,096 rows;
 the first is of a slower conversion, with scales of columns all are 1.2 times as long (H100, 2026-11-26). The others
-fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 to 4,096 rows: the choice takes 1.002 and 1.013
-times the best's time, at most 1.04 and 1.12; with each weight's by a fit to the other eight 1.008 and 1.015, at most
-1.22 and 1.12 (H100, 2026-11-27)."""
+fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 to 4,096 rows: the choice takes 1.004 and 1.013
+times the best's time, at most 1.09 and 1.11; with each weight's by a fit to the other eight 1.003 and 1.015. For eight
+other weights it takes 1.005 and 1.001 times the best of three to five, at most 1.12 and 1.04 (H100,
+2026-11-27)."""
 
 EXCHANGE_US = 0.94
 """Of a chunk's sums, 64 rows of 128 columns for each math warpgroup, under split K in two: 128x128 takes so much longer

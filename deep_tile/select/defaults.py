@@ -57,8 +57,9 @@ _PACKED_TILES = (
     *((256, 128, 1, 2), (256, 128, 1, 1), (256, 112, 1, 1), (256, 96, 1, 1), (256, 96, 1, 2), (256, 64, 1, 2)),
     *((128, 192, 1, 1), (128, 192, 1, 2), (128, 96, 1, 2)),
 )
-"""Tiles for packed weights, as `packed_configs` takes them. With 256 to 4,096 rows the choice among these and unpacking
-takes 1.002 times the best of 24 tiles and unpacking, at most 1.04; INT4 1.013, at most 1.12 (H100, 2026-11-27)."""
+"""Tiles for packed weights, as `packed_configs` takes them. With 256 to 4,096 rows the best of these and unpacking
+takes 1.001 times the best of 23 tiles and unpacking, at most 1.04; INT4 1.011, at most 1.11. Without the last seven
+1.014 and 1.049, at most 1.20 and 1.35 (H100, 2026-11-27)."""
 
 _SUMMED_TILES = dict.fromkeys(((128, 176), (128, 224)), _PAIRS_ALONG_M)
 """More tiles for kinds without promotion, whose main loop needs no copies per scale alignment. With the second, BF16
