@@ -17,6 +17,7 @@ from deep_tile.codegen import (
     CombineKernel,
     GatedKernel,
     LogitsKernel,
+    NormKernel,
     SortKernel,
     StreamingKernel,
     TransposedKernel,
@@ -101,6 +102,12 @@ GATED = {
 }
 """By the format of gate and up, and whether h has 128x128 scales. Two of three tiles wait in shared memory, so 64
 registers suffice."""
+
+NORM_VECTOR = 8
+"""Columns per thread, as in norm.cuh: 16 bytes."""
+
+NORM = {most: NormKernel(most // NORM_VECTOR, blocks) for most, blocks in ((2048, 8), (4096, 4), (8192, 2))}
+"""By the most columns. With 32 registers all of an SM's threads have 32 bytes of reads under way."""
 
 SORT = {choice: SortKernel(choice, threads=512, blocks_per_sm=1) for choice in ("int32", "int64")}
 """By a choice's dtype. With 512 threads a block's per-expert data fits into 48 KB."""
@@ -188,6 +195,13 @@ def choose_gated(source: str, blocks: bool, rows: int, columns: int) -> tuple[Ga
     return GATED[source, blocks], ceil_div(rows, SCALE_BLOCK) * ceil_div(columns, SCALE_BLOCK)
 
 
+def choose_norm(rows: int, columns: int) -> tuple[NormKernel, int] | None:
+    """The kernel for RMSNorm and a cast of [rows, columns], and its grid size. None where rows are too long for it."""
+    _check_count(rows, rows, columns)
+    kernel = next((kernel for most, kernel in NORM.items() if columns <= most), None)
+    return None if kernel is None else (kernel, rows)
+
+
 def unpack_grid(kernel: UnpackKernel, units: int, num_sms: int) -> int:
     """Thread blocks that unpack so many units, a warp each at a time."""
     return min(num_sms * kernel.blocks_per_sm, ceil_div(units, kernel.threads // WARP))
@@ -226,7 +240,7 @@ def sort_numbers(
 
 def all_kernels() -> list[StreamingKernel]:
     """Every kernel that a call can need, except the indexer's logits."""
-    of_casts = [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), *GATED.values()]
+    of_casts = [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), *GATED.values(), *NORM.values()]
     return [*of_casts, COMBINE, *UNPACK.values(), *SORT.values()]
 
 
@@ -326,4 +340,7 @@ def prepare_launch(
 
 
 def _is_of_experts(kernel: StreamingKernel) -> bool:
-    return isinstance(kernel, SortKernel | CombineKernel) or getattr(kernel, "what", "") in ("listed", "silu_mul")
+    return isinstance(kernel, SortKernel | CombineKernel | NormKernel) or getattr(kernel, "what", "") in (
+        "listed",
+        "silu_mul",
+    )

@@ -257,6 +257,23 @@ class GatedKernel(NamedTuple):
         return f"cast_gated_gradient<deep_tile::{source}, {self.threads}, {str(self.blocks).lower()}>"
 
 
+class NormKernel(NamedTuple):
+    """RMSNorm of a sum and its cast to FP8: a thread block for each row, with a thread for each eight columns."""
+
+    threads: int
+    blocks_per_sm: int
+
+    table, header, constants = params.NORM, "norm.cuh", ""
+
+    @property
+    def name(self) -> str:
+        return f"fp8_cast_1x128_norm_bf16_t{self.threads}"
+
+    @property
+    def function(self) -> str:
+        return f"cast_norm<{self.threads}>"
+
+
 class CombineKernel(NamedTuple):
     """The weighted sum over experts' rows.
 
@@ -526,6 +543,7 @@ StreamingKernel = (
     | TransposedKernel
     | BothKernel
     | GatedKernel
+    | NormKernel
     | CombineKernel
     | UnpackKernel
     | SortKernel

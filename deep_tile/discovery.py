@@ -20,6 +20,7 @@ _OPS = {
     "grouped": "fp8_grouped_gemm grouped_gemm packed_grouped_gemm scaled_grouped_gemm",
     "linear": "fp8_linear fp8_linear_backward",
     "logits": "mqa_logits paged_mqa_logits",
+    "norms": "add_rms_norm_cast_to_fp8",
     "quantize": "per_block_cast_to_fp8 per_token_cast_rows_to_fp8 per_token_cast_to_fp8",
     "thin": "prenorm_gemm thin_gemm",
     "transposed": "transposed_cast_to_fp8",
@@ -29,8 +30,8 @@ _OPS = {
 
 OPS = {name: module for module, names in _OPS.items() for name in names.split()}
 
-PRIVATE = ("fp8_linear_backward", "gemm_gradient", "per_token_cast_rows_to_fp8")
-"""Ops that are no public function: parts of others."""
+PRIVATE = ("add_rms_norm_cast_to_fp8", "fp8_linear_backward", "gemm_gradient", "per_token_cast_rows_to_fp8")
+"""Ops that are no public function: parts of others, and of graphs."""
 
 _COUNTER = "torch.utils.flop_counter"
 

@@ -9,7 +9,7 @@ passed all checks, since the signature holds every tensor property that a check 
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,9 @@ from deep_tile.select.streaming import Prediction
 
 OPERATIONS: "dict[str, Operation]" = {}
 """Operations of imported modules, by name."""
+
+_AD = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
+"""Its level is not negative in forward-mode AD; private, so perhaps not told."""
 
 Given = tuple[torch.Tensor | None, ...]
 """A call's tensors, in the order of the overload `out`. None: not given, or not allocated yet."""
@@ -192,7 +195,7 @@ class Operation(ops.Op):
         asked = given
         try:
             if is_grad_enabled():
-                if forward_ad._current_level >= 0:
+                if _AD._current_level >= 0:
                     self.refuse_tangents(given)
                 for x in given:  # takes 0.8 us less than `any` with a generator
                     if x is not None and x.requires_grad:

@@ -84,6 +84,7 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "columns": ("SymInt?", None),
     "constant_weights": ("bool", False),
     "counts": ("Tensor?", None),
+    "epsilon": ("float", ...),
     "exact": ("str", "divide"),
     "expected_rows": ("int?", None),
     "expected_tokens": ("int?", None),

@@ -322,6 +322,17 @@ CAST_BOTH = Params(
     Field("scale_step", "long long"),
     Field("row_out_step", "long long"),
 )
+NORM = Params(
+    CAST.name,
+    *CAST.fields,  # x is added to residual
+    Field("residual", "const void*"),
+    Field("weight", "const void*", "of each column, what the normalised sum is multiplied by"),
+    Field("sum", "void*", "of x and residual"),
+    Field("residual_stride", "long long"),
+    Field("sum_stride", "long long"),
+    Field("mean_factor", "float", "1 / columns"),
+    Field("epsilon", "float", "what is added to the mean of squares"),
+)
 GATED = Params(
     CAST.name,
     *CAST_BOTH.fields,  # x is gates and ups; out is of their gradient and of h, a third of the columns each

@@ -159,10 +159,6 @@ def per_token_cast_to_fp8(
     return ROWS_CAST.run((x, out, scale_out, rows, offs, counts), options)
 
 
-def given_lists(**lists: torch.Tensor | None) -> sources.Lists:
-    return {name: given for name, given in lists.items() if given is not None}
-
-
 def per_block_cast_to_fp8(
     w: torch.Tensor,
     *,
@@ -555,7 +551,7 @@ def _to_blocks(x: torch.Tensor, block_rows: int) -> torch.Tensor:
 def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     row_blocks, block_rows, groups, width = blocks.shape
     rows, k = shape
-    return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].contiguous().view(shape)
+    return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].contiguous().flatten().view(shape)
 
 
 def at_least_one(number: int) -> int:

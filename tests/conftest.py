@@ -13,7 +13,7 @@ from filelock import FileLock
 from helpers import SEEDS
 from pretending import fake_driver, run_pretending  # noqa: F401
 
-from deep_tile import both, experts, gated, jit, quantize, settings, transposed
+from deep_tile import both, experts, gated, jit, norms, quantize, settings, transposed
 from deep_tile.tools import cli
 
 HOPPER = (9, 0)
@@ -192,7 +192,8 @@ def guarded_results(monkeypatch):
 
     operations = [experts.SORT_BY_EXPERT, experts.COMBINE, experts.SILU_MUL_CAST, transposed.TRANSPOSED_CAST]
     operations += [quantize.TOKEN_CAST, quantize.ROWS_CAST, quantize.BLOCK_CAST, gated.SWIGLU_GRADIENT]
-    for operation in (*operations, both.CAST_BOTH, both.CAST_WEIGHT, both.TRANSPOSE_FP8):
+    operations += [both.CAST_BOTH, both.CAST_WEIGHT, both.TRANSPOSE_FP8, norms.ADD_RMS_NORM_CAST]
+    for operation in operations:
         monkeypatch.setattr(operation, "allocated", guarded(operation))
     yield
     assert memory

@@ -610,11 +610,25 @@ def assert_silu_mul_cast(
 ) -> None:
     """Assert that a cast of the activation results from numbers within its bounds. Checks `rows`, counted over all
     leading dimensions. Raises AssertionError.
-
-    Raises AssertionError.
     """
-    gate_up, codes, scale = (x.cpu().flatten(0, -2)[rows] for x in (gate_up, quantized.cpu().float(), scale))
-    low, high = (_groups_of_128(x) for x in silu_mul_bounds(gate_up, **numbers))
+    gate_up, quantized, scale = (x.cpu().flatten(0, -2)[rows] for x in (gate_up, quantized.cpu().float(), scale))
+    assert_cast_within(silu_mul_bounds(gate_up, **numbers), quantized, scale, amax_floor, round_scale)
+
+
+def norm_bounds(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Bounds:
+    """Bounds of what `add_rms_norm_cast_to_fp8` casts, in float64."""
+    total = (x.cpu().float() + residual.cpu().float()).double()
+    value = total / (total.square().mean(1, keepdim=True) + epsilon).sqrt() * weight.cpu().double()
+    error = value.abs() * 1e-6 + 2.0**-126
+    return Bounds(value - error, value + error)
+
+
+def assert_cast_within(
+    bounds: Bounds, codes: torch.Tensor, scale: torch.Tensor, amax_floor: float, round_scale: str = "none"
+) -> None:
+    """Assert that a cast of a matrix, on the CPU, results from numbers within bounds. Raises AssertionError."""
+    low, high = map(_groups_of_128, bounds)
+    codes = codes.float()
     codes, inside = _groups_of_128(codes), _groups_of_128(torch.ones_like(codes)).bool()
     largest = torch.maximum(-low, high).amax(2)
     smallest = torch.maximum(low, -high).clamp(min=0).amax(2)

@@ -22,15 +22,19 @@
 #define __CUDACC_VER_MAJOR__ 13
 #define __CUDACC_VER_MINOR__ 0
 
-struct uint2 {
+struct alignas(8) uint2 {
     unsigned x, y;
 };
-struct uint4 {
+struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
 struct Index {
     unsigned x;
 };
+
+// What code compiled with -fsanitize=alignment calls, in place of the compiler's library.
+inline bool host_misaligned;
+extern "C" __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1(void*, void*) { host_misaligned = true; }
 
 inline Index threadIdx, blockIdx, blockDim, gridDim;
 inline unsigned cluster_blocks, block_rank;  // of the cluster that runs, and of the thread's block in it
@@ -40,6 +44,7 @@ inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 // Shared memory of a cluster's blocks, for kernels that read and write each other's; others have theirs as statics.
 enum { HOST_SHARED_BYTES = 1 << 16 };

@@ -24,10 +24,12 @@ from helpers import (
     Operands,
     added,
     assert_accurate,
+    assert_cast_within,
     assert_silu_mul_cast,
     exact_product,
     make_operands,
     make_product,
+    norm_bounds,
     product_of,
     with_finish,
 )
@@ -43,6 +45,7 @@ from deep_tile import (
     fp8_gemm_cast,
     fp8_grouped_wgrad,
     mqa_logits,
+    norms,
     packed,
     paged_mqa_logits,
     per_block_cast_to_fp8,
@@ -487,6 +490,20 @@ def dense_targets(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor
     return {"out": out, "scale_out": torch.zeros(*shape[:-1], -(-shape[-1] // 128)).to(device)}
 
 
+NORMS = ((3, 40), (2, 2048), (5, 4000), (2, 8192))
+"""Rows and columns of norms: every kernel, and rows that end within a scale's block and within a warp."""
+
+
+def run_norms(rows: int, columns: int, device: str = "cuda") -> None:
+    """RMSNorm of a sum and its cast. Raises AssertionError on a wrong value."""
+    given = [torch.randn(shape).bfloat16() for shape in ((rows, columns), (rows, columns), (columns,))]
+    cast, total = dense_targets((rows, columns), device), torch.zeros(rows, columns, dtype=torch.bfloat16).to(device)
+    options = norms.NormOptions(epsilon=1e-5)
+    norms.ADD_RMS_NORM_CAST.run((*(x.to(device) for x in given), *cast.values(), total), options)
+    assert torch.equal(total.cpu(), given[0] + given[1]), (rows, columns)
+    assert_cast_within(norm_bounds(*given, 1e-5), *(x.cpu() for x in cast.values()), options.amax_floor)
+
+
 LOGITS = ((3, 70, 64, 128), (17, 200, 20, 64), (9, 130, 128, 32))
 """Queries, keys, heads and head size: kernels whose warpgroups share queries, and kernels whose warpgroups do not."""
 
@@ -556,6 +573,9 @@ def main(tool: str = "") -> int:
     for cast in ROWS:
         print("casts of rows of", *cast, flush=True)
         failures += failed(run_casts_of_rows, *cast)
+    for sizes in NORMS:
+        print("norms of", *sizes, flush=True)
+        failures += failed(run_norms, *sizes)
     for sizes in THIN:
         print("thin products of", *sizes, flush=True)
         failures += failed(run_thin, *sizes)

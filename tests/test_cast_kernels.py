@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import POISON
 from formats import NAMES_OF_PACKED, draw
-from helpers import CHOICES, assert_silu_mul_cast, some_choices
+from helpers import CHOICES, assert_cast_within, assert_silu_mul_cast, norm_bounds, some_choices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drawn_casts import EACH_INDEX, EACH_OF_ROWS, check_draws, check_rows
@@ -28,6 +28,7 @@ from deep_tile import (
     cast_both,
     experts,
     launches,
+    norms,
     pack_weight,
     packed,
     params,
@@ -49,6 +50,7 @@ pytestmark = pytest.mark.about(
         "deep_tile/reference.py",
         "deep_tile/both.py",
         "deep_tile/gated.py",
+        "deep_tile/norms.py",
         "deep_tile/select/streaming.py",
         "tests/test_quantize.py",
     ),
@@ -78,10 +80,14 @@ ASSEMBLY_OF_ROWS = {
 }
 """Assembly that only casts of rows have."""
 
-ASSEMBLY_OF_COMBINE = {
+ASSEMBLY_OF_NORM = {
     r'asm\("cvt\.rn\.bf16x2\.f32 .*?;" : "=r"\(packed\) : "f"\(high\), "f"\(low\)\);': (
         "packed = host_bf16x2(high, low);"
     ),
+}
+
+ASSEMBLY_OF_COMBINE = {
+    **ASSEMBLY_OF_NORM,
     r'asm volatile\("griddepcontrol\.\w+;" ::: "memory"\);': "",
 }
 
@@ -95,9 +101,7 @@ ASSEMBLY_OF_UNPACK = {
 ASSEMBLY_OF_GATED = {
     **ASSEMBLY,
     **ASSEMBLY_OF_ROWS,
-    r'asm\("cvt\.rn\.bf16x2\.f32 .*?;" : "=r"\(packed\) : "f"\(high\), "f"\(low\)\);': (
-        "packed = host_bf16x2(high, low);"
-    ),
+    **ASSEMBLY_OF_NORM,
     r'asm\("cvt\.rn\.f16x2\.e4m3x2 .*?;" : "=r"\(packed\) : "h"\(codes\)\);': "packed = host_f16x2_of_e4m3x2(codes);",
     r"extern __shared__ uint4 dynamic_vectors\[\];": "auto* dynamic_vectors = &host_shared<uint4>();",
 }
@@ -126,7 +130,7 @@ ASSEMBLY_OF_SORT = {
 
 
 HOST_CUDA = Path(__file__).with_name("host_cuda.h")
-COMPILER = ("c++", "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-w")
+COMPILER = ("c++", "-std=c++20", "-O1", "-ffp-contract=off", "-fsanitize=alignment", "-fPIC", "-w")
 
 
 @pytest.fixture(scope="session")
@@ -143,7 +147,8 @@ def launch(tmp_path_factory):
         argument = bytearray(kernel.table.pack(**layout))
         for offset, number, _ in kernel.table.pointers(places):
             argument[offset : offset + 8] = tensors[number].data_ptr().to_bytes(8, "little")
-        libraries[kernel].run(bytes(argument), grid, cluster)
+        misaligned = libraries[kernel].run(bytes(argument), grid, cluster)
+        assert not misaligned, f"{kernel.name} read or wrote vectors at other places than their multiples"
 
     return run
 
@@ -157,6 +162,8 @@ def assembly_of(kernel):
         return ASSEMBLY_OF_UNPACK
     if kernel in kernels.GATED.values():
         return ASSEMBLY_OF_GATED
+    if kernel in kernels.NORM.values():
+        return ASSEMBLY | ASSEMBLY_OF_NORM
     if kernel in (*kernels.TRANSPOSED.values(), *kernels.BOTH.values()):
         return ASSEMBLY
     return ASSEMBLY if kernel.what == "plain" else ASSEMBLY | ASSEMBLY_OF_ROWS
@@ -172,12 +179,17 @@ def compile_for_host(kernel, directory):
     source.write_text(f"""\
 #include "host_cuda.h"
 {text}
-extern "C" void run(const {kernel.table.name}* params, unsigned grid, unsigned cluster) {{
+extern "C" bool run(const {kernel.table.name}* params, unsigned grid, unsigned cluster) {{
+    host_misaligned = false;
     host_launch({kernel.name}, *params, grid, {kernel.threads}, cluster);
+    return host_misaligned;
 }}
 """)
-    subprocess.run([*COMPILER, "-shared", f"-I{HOST_CUDA.parent}", source, "-o", library], check=True)
-    return ctypes.CDLL(str(library))
+    subprocess.run([*COMPILER, "-c", f"-I{HOST_CUDA.parent}", source, "-o", source.with_suffix(".o")], check=True)
+    subprocess.run([COMPILER[0], "-shared", source.with_suffix(".o"), "-o", library], check=True)
+    made = ctypes.CDLL(str(library))
+    made.run.restype = ctypes.c_bool
+    return made
 
 
 @pytest.fixture
@@ -290,17 +302,21 @@ def test_any_number_of_groups(by_kernels, kernel, groups):
     assert_same([y[lives] for y in got], [y[lives] for y in per_token_cast_to_fp8(x)])
 
 
-@pytest.mark.parametrize("offs", [[5, 130, 385], [0, 0], [128, 2**31 - 1], [400, 100, 500], [-5, 200]], ids=str)
-def test_tokens_of_no_group_are_left_alone(by_kernels, guarded_results, offs):
-    """Along tokens in whole blocks of 128."""
-    x = wide_matrix(610, 136, torch.bfloat16)
+@pytest.mark.parametrize("alignment", [128, 256])
+@pytest.mark.parametrize(
+    "offs", [[5, 130, 385], [0, 0], [128, 2**31 - 1], [400, 100, 500], [-5, -(2**31), 200], [*range(600)]], ids=str
+)
+def test_tokens_of_groups(by_kernels, guarded_results, offs, alignment):
+    """Tokens of no group are left alone: along k each, along tokens blocks of 128."""
     offs = torch.tensor(offs, dtype=torch.int32)
+    call = functools.partial(cast_both, wide_matrix(610, 136, torch.bfloat16), offs=offs, alignment=alignment)
     with by_kernels():
-        made = cast_both(x, offs=offs)
-    tokens = torch.arange(610)
-    living = transposed._living(offs.long(), 610, 128)[tokens // 128]
-    for written, dead in ((made.a, tokens % 128 >= living), (made.at.t(), living == 0)):
-        assert (written.view(torch.uint8)[dead] == POISON).all()
+        got = call()
+    wanted, tokens = call(), torch.arange(610)
+    assert_same(got[2:], wanted[2:])  # both in memory of one byte
+    lives = tokens % 128 < transposed._living(offs.long(), 610, alignment)[tokens // 128]
+    assert_same([x[lives] for x in got[:2]], [x[lives] for x in wanted[:2]])
+    assert (got.a.view(torch.uint8)[~lives] == POISON).all()
 
 
 # ---- the gradient of SwiGLU, cast both ways
@@ -465,3 +481,18 @@ def test_tokens_of_choices_are_exact(top_k, data):
     token = data.draw(st.integers(0, tokens - 1))
     for number in (token * top_k, token * top_k + top_k - 1):
         assert number * numbers["top_k_reciprocal"] >> numbers["top_k_shift"] == token
+
+
+# ---- RMSNorm of a sum, cast
+
+
+@each_kernel(*kernels.NORM.values())
+def test_norms_are_within_their_bounds(by_kernels, guarded_results, kernel):
+    """Of rows that a thread block's vectors cover, and of shorter ones."""
+    options, most = norms.NormOptions(1e-5, 1e-10), kernels.NORM_VECTOR * kernel.threads
+    for rows, columns in ((3, most), (2, most // 2 + 48), (1, most // 2 + 8)):
+        given = [torch.randn(shape).bfloat16() for shape in ((rows, columns), (rows, columns), (columns,))]
+        with by_kernels() as used:
+            out, scale, total = norms.ADD_RMS_NORM_CAST.run((*given, None, None, None), options)
+        assert used == {kernel} and torch.equal(total, given[0] + given[1])
+        assert_cast_within(norm_bounds(*given, options.epsilon), out, scale, options.amax_floor)

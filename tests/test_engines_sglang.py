@@ -5,6 +5,7 @@ needs. `make test-engines` runs it on SGLang's own modules.
 import importlib
 import subprocess
 import sys
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,19 @@ def grouped_gemm_nt_f8f8bf16_masked(
     lhs, rhs, out, masked_m, expected_m, overlap_args=None, max_block_n=256, recipe_a=None, recipe_b=None
 ):
     return "its own", overlap_args, max_block_n, recipe_a, recipe_b
+
+
+@contextmanager
+def configure_deep_gemm_num_sms(num_sms):
+    LIMITS.append(num_sms)
+    try:
+        yield
+    finally:
+        LIMITS.pop()
+
+
+LIMITS = []
+"""Those of SGLang's own that are in force."""
 
 
 def fp8_mqa_logits(q, kv, weights, ks, ke, clean_logits=False, max_seqlen_k=0):
@@ -113,7 +127,7 @@ def sglang(monkeypatch):
             registered[target] = hook, hook_type
 
     linear = deepgemm_w8a8_block_fp8_linear_with_fallback
-    grouped = grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_masked
+    grouped = grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_masked, configure_deep_gemm_num_sms
     of_groups = {theirs.__name__: theirs for theirs in grouped}
     own = SimpleNamespace(get_mk_alignment_for_contiguous_layout=lambda: 128)
     modules = {
@@ -148,6 +162,7 @@ def test_hooks_have_sglangs_signatures(mxfp4):
     for hook, theirs in (
         (hooks.linear, deepgemm_w8a8_block_fp8_linear_with_fallback),
         (hooks.grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_contig),
+        (hooks.configure_deep_gemm_num_sms, configure_deep_gemm_num_sms),
         (hooks.grouped_gemm_nt_f8f8bf16_masked, grouped_gemm_nt_f8f8bf16_masked),
         (mxfp4.method, Config.get_quant_method),
         (indexer.fp8_mqa_logits, fp8_mqa_logits),
@@ -166,6 +181,7 @@ def test_hooks_are_registered_once(sglang):
         f"{FP8_UTILS}.deepgemm_w8a8_block_fp8_linear_with_fallback": (hooks.linear, HookType.AROUND),
         f"{ENTRYPOINT}.grouped_gemm_nt_f8f8bf16_contig": (hooks.grouped_gemm_nt_f8f8bf16_contig, HookType.AROUND),
         f"{ENTRYPOINT}.grouped_gemm_nt_f8f8bf16_masked": (hooks.grouped_gemm_nt_f8f8bf16_masked, HookType.AROUND),
+        f"{ENTRYPOINT}.configure_deep_gemm_num_sms": (hooks.configure_deep_gemm_num_sms, HookType.AROUND),
         "deep_gemm.fp8_mqa_logits": (indexer.fp8_mqa_logits, HookType.AROUND),
         "deep_gemm.fp8_paged_mqa_logits": (indexer.fp8_paged_mqa_logits, HookType.AROUND),
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (hooks.make_ready, HookType.AFTER),
@@ -324,6 +340,32 @@ def test_no_rows_are_no_product(sglang):
     hooks.grouped_gemm_nt_f8f8bf16_contig(None, a, b, torch.empty(0, 136).bfloat16(), torch.zeros(0).int())
 
 
+def test_products_use_as_many_sms_as_sglang_allows(sglang, monkeypatch):
+    seen = []
+    for module, name in ((hooks.products, "fp8_linear"), (hooks.grouped, "fp8_grouped_gemm")):
+        monkeypatch.setattr(module, name, lambda *_, **options: seen.append(options["num_sms"]))
+    layer, a, b = layer_of(136, 272), per_token_cast_to_fp8(torch.randn(1, 8, 256)), (*stacked(1, 136, 256),)
+    flat, counts = tuple(x[0] for x in a), torch.tensor([8]).int()
+
+    def multiply():
+        hooks.linear(None, torch.zeros(4, 272).bfloat16(), layer.weight, [128, 128], layer.weight_scale_inv)
+        hooks.grouped_gemm_nt_f8f8bf16_contig(None, flat, b, torch.zeros(8, 136).bfloat16(), torch.zeros(8).int())
+        hooks.grouped_gemm_nt_f8f8bf16_masked(None, a, b, torch.zeros(1, 8, 136).bfloat16(), counts, 8)
+
+    def limited(number):
+        return hooks.configure_deep_gemm_num_sms(configure_deep_gemm_num_sms, number)
+
+    with limited(100):
+        multiply()
+        with limited(None), pytest.raises(KeyError), limited(24):
+            assert LIMITS == [100, None, 24]
+            multiply()
+            raise KeyError
+        multiply()
+    multiply()
+    assert not LIMITS and seen == [100] * 3 + [24] * 3 + [100] * 3 + [None] * 3
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("chunk", "most"), [(2048, 2048), (-1, 16384), (None, 16384)])
 def test_loaded_models_are_made_ready(monkeypatch, chunk, most, deterministic):
@@ -333,7 +375,7 @@ def test_loaded_models_are_made_ready(monkeypatch, chunk, most, deterministic):
     arguments = SimpleNamespace(
         chunked_prefill_size=chunk, max_prefill_tokens=16384, enable_deterministic_inference=deterministic
     )
-    monkeypatch.setattr(hooks, "_settings", {})
+    monkeypatch.setattr(hooks, "_settings", {"num_sms": None})
     model = torch.nn.ModuleList(torch.nn.Identity() for _ in range(5))
     for layer, heads, head_dim in zip(model, (64, 64, 129, 64), (128, 128, 128, 576), strict=False):
         layer.index_topk, layer.n_heads, layer.head_dim = 2048, heads, head_dim
@@ -538,7 +580,7 @@ def test_a_release_with_other_functions_has_block_fp8_served(sglang, monkeypatch
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     left, name = ("the indexer", "deep_gemm") if "DeepGEMM" in changed else ("experts of MXFP4", "get_quant_method")
     assert f"leaves {left} to SGLang" in record.getMessage()
-    assert len(sglang) == 6 and not [target for target in sglang if name in target.split(".")]
+    assert len(sglang) == 7 and not [target for target in sglang if name in target.split(".")]
 
 
 # ---- indexers
@@ -549,7 +591,7 @@ def test_the_indexer_is_left_to_functions_that_are_deep_tiles_already(sglang, mo
     deep_gemm.install(force=True)
     register()
     deep_gemm.uninstall()
-    assert len(sglang) == 6 and not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(sglang) == 7 and not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def queries(device, heads=32, head_dim=128):

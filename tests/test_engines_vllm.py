@@ -519,23 +519,23 @@ def test_batch_invariance_is_asked_for(linear, monkeypatch):
     assert seen[0]["batch_invariant"] is True
 
 
-# ---- gates before linear layers, in compiled graphs
+# ---- gates and norms before linear layers, in compiled graphs
 
 
-def layer_of_gated(h, weight, scale):
+def layer_of_cast(h, weight, scale):
     return torch.ops.deep_tile.fp8_linear(h, weight, scale, out_dtype=h.dtype, **FLOOR)
 
 
 def gated_layer(gate_up, weight, scale):
-    return layer_of_gated(SiluAndMul.forward_native(gate_up), weight, scale)
+    return layer_of_cast(SiluAndMul.forward_native(gate_up), weight, scale)
 
 
 def passed(linear, function, *given, **options):
-    """A function's graph after the pass, and how many gates have joined a cast."""
-    gated_casts = linear.vllm_passes.GatedCasts(**{**FLOOR, "batch_invariant": False, **options})
+    """A function's graph after the pass, and how many gates and norms have joined a cast."""
+    fused_casts = linear.vllm_passes.FusedCasts(**{**FLOOR, "batch_invariant": False, **options})
     with FakeTensorMode() as mode:
         graph = fwd_only(function, [mode.from_tensor(x) for x in given])
-        count = gated_casts(graph.graph)
+        count = fused_casts(graph.graph)
     graph.recompile()
     return graph, count
 
@@ -564,7 +564,7 @@ def test_a_gate_joins_the_cast_that_follows(linear, dtype):
 def test_a_gate_that_something_else_reads_stays(linear):
     def twice(gate_up, weight, scale):
         h = SiluAndMul.forward_native(gate_up)
-        return h, layer_of_gated(h, weight, scale)
+        return h, layer_of_cast(h, weight, scale)
 
     assert passed(linear, twice, *gate_of())[1] == 0
 
@@ -572,7 +572,7 @@ def test_a_gate_that_something_else_reads_stays(linear):
 def test_other_gates_layers_and_scales_stay(linear):
     def other(gate_up, weight, scale):
         gate, up = gate_up.chunk(2, -1)
-        return layer_of_gated(torch.nn.functional.gelu(gate) * up, weight, scale)
+        return layer_of_cast(torch.nn.functional.gelu(gate) * up, weight, scale)
 
     gate_up, weight, scale = gate_of()
     for function, given, options in (
@@ -585,22 +585,96 @@ def test_other_gates_layers_and_scales_stay(linear):
         assert passed(linear, function, *given, **options)[1] == 0
 
 
+@pytest.fixture(scope="module")
+def norm_op():
+    """vLLM's op for an addition and RMSNorm, as its compiled graphs have it."""
+    library = torch.library.Library("vllm_ir", "FRAGMENT")
+    library.define(
+        "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, int? variance_size=None) "
+        "-> (Tensor, Tensor)"
+    )
+
+    def add_norm(x, x_residual, weight, epsilon, variance_size=None):
+        total = x.float() + x_residual.float()
+        normed = total * torch.rsqrt(total[..., :variance_size].square().mean(-1, keepdim=True) + epsilon)
+        normed = normed if weight is None else normed * weight
+        return normed.to(x.dtype), total.to(x.dtype)
+
+    library.impl("fused_add_rms_norm", add_norm, "CompositeExplicitAutograd")
+    yield torch.ops.vllm_ir.fused_add_rms_norm
+    library._destroy()
+
+
+def norm_of(tokens=5, dtype=torch.bfloat16):
+    layer = layer_of(136, 272)
+    x, residual = torch.randn(2, tokens, 272, dtype=dtype)
+    return x, residual, torch.rand(272, dtype=dtype), layer.weight, layer.weight_scale_inv
+
+
+def test_a_norm_joins_the_cast_that_follows(linear, norm_op):
+    def normed_layer(x, residual, weight, *layer):
+        normed, total = norm_op(x, residual, weight, 1e-5)
+        return layer_of_cast(normed, *layer), total * 2
+
+    given, ops = norm_of(), torch.ops.deep_tile
+    graph, count = passed(linear, normed_layer, *given)
+    assert count == 1 and "vllm_ir" not in graph.code
+    out, total = graph(*given)
+    *a, _ = ops.add_rms_norm_cast_to_fp8(*given[:3], epsilon=1e-5, **FLOOR)
+    assert same_bits(out, fp8_gemm(*a, *given[3:]))
+    wanted, wanted_total = normed_layer(*given)
+    assert relative_error(out, wanted.float()) < 0.05 and same_bits(total, wanted_total)
+
+
+def test_other_norms_stay(linear, norm_op):
+    def norm_read_twice(x, residual, weight, *layer):
+        normed, _ = norm_op(x, residual, weight, 1e-5)
+        return normed, layer_of_cast(normed, *layer)
+
+    def norm_of_part(x, residual, weight, *layer):
+        return layer_of_cast(norm_op(x, residual, weight, 1e-5, 128)[0], *layer)
+
+    def norm_without_weight(x, residual, _, *layer):
+        return layer_of_cast(norm_op(x, residual, None, 1e-5)[0], *layer)
+
+    def norm_before_another(x, residual, weight, *_):
+        return norm_op(x, residual, weight, 1e-5)[0].relu()
+
+    def norm_with_bias(x, residual, weight, *layer):
+        bias = x.new_zeros(136)
+        return torch.ops.deep_tile.fp8_linear(norm_op(x, residual, weight, 1e-5)[0], *layer, bias, **FLOOR)
+
+    def usual(x, residual, weight, *layer):
+        return layer_of_cast(norm_op(x, residual, weight, 1e-5)[0], *layer)
+
+    x, residual, weight, *layer = given = norm_of()
+    assert passed(linear, usual, *given)[1] == 1
+    for other in (norm_read_twice, norm_of_part, norm_without_weight, norm_before_another, norm_with_bias):
+        assert passed(linear, other, *given)[1] == 0, other
+    for changed in (
+        norm_of(dtype=torch.float16),
+        (x, residual, weight.float(), *layer),
+        (x[None], residual[None], weight, *layer),
+    ):
+        assert passed(linear, usual, *changed)[1] == 0
+
+
 def test_layers_have_the_pass_run_unless_there_is_another(linear, vllm):
     linear.DeepTileFp8BlockScaledMMKernel(config_of())
     (given,) = vllm.inductor.items()
     linear.DeepTileFp8BlockScaledMMKernel(config_of())
     assert [given] == [*vllm.inductor.items()] and given[0] == "post_grad_custom_post_pass"
-    assert isinstance(given[1], linear.vllm_passes.GatedCasts)
+    assert isinstance(given[1], linear.vllm_passes.FusedCasts)
     vllm.inductor["post_grad_custom_post_pass"] = "the user's"
     linear.DeepTileFp8BlockScaledMMKernel(config_of())
     assert vllm.inductor == {"post_grad_custom_post_pass": "the user's"}
 
 
 def test_the_pass_can_be_copied_and_its_key_tells_options(linear):
-    gated_casts = linear.vllm_passes.GatedCasts
-    given = gated_casts(1e-10, False)
+    fused_casts = linear.vllm_passes.FusedCasts
+    given = fused_casts(1e-10, False)
     assert copy.deepcopy(given).uuid() == given.uuid() == pickle.loads(pickle.dumps(given)).uuid()
-    assert len({given.uuid(), gated_casts(1e-10, True).uuid(), gated_casts(1e-6, False).uuid()}) == 3
+    assert len({given.uuid(), fused_casts(1e-10, True).uuid(), fused_casts(1e-6, False).uuid()}) == 3
 
 
 # ---- experts

@@ -66,6 +66,7 @@ MAY_IMPORT = {
     },
     "gated": {"both", "cast", "config", "launches", "operation", "ops", "params", "quantize", "sources", "tensors"}
     | {"transposed"},
+    "norms": {"cast", "launches", "operation", "ops", "params", "quantize", "tensors"},
     "formats": {"config", "quantize", "tensors"},
     "blocks": {"config", "formats", "operation", "quantize", "tensors"},
     "packed": {"blocks", "config", "formats", "kinds", "quantize", "tensors"},
@@ -124,7 +125,7 @@ MAY_IMPORT = {
     | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
-    | {"kinds", "logits", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
+    | {"kinds", "logits", "norms", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
     "compat": CALL
     | {
         "checks",
@@ -200,6 +201,7 @@ WITH_TORCH = {
     "logits",
     "method.described",
     "nn",
+    "norms",
     "operation",
     "ops",
     "options",

@@ -451,7 +451,7 @@ ONLY_FUNCTION = {
 }
 ONLY_OP = {"bounds": "offs or counts"}
 ANOTHER_FUNCTION = {"per_token_cast_rows_to_fp8": "per_token_cast_to_fp8"}
-WITHOUT_FUNCTION = {"fp8_linear_backward", "gemm_gradient"}
+WITHOUT_FUNCTION = {"add_rms_norm_cast_to_fp8", "fp8_linear_backward", "gemm_gradient"}
 ONLY_ALLOCATING = {"scale_layout": "means nothing where a scale is given"}
 
 

@@ -3,6 +3,8 @@ memory under a weight, export, pickling, wrapped layers. Each is right bit for b
 
 import copy
 import pickle
+import sys
+import threading
 from functools import partial
 
 import pytest
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import deep_tile
 from deep_tile import fp8_linear, quantize_weight, train
-from deep_tile.train import convert, linear, mlp
+from deep_tile.train import casts, convert, linear, mlp
 
 X = torch.linspace(-2, 3, 9 * 128).view(9, 128).bfloat16()
 CHOSEN = torch.arange(18).view(9, 2) % 3
@@ -117,6 +119,27 @@ def test_a_cast_of_inference_mode_is_not_kept():
     with torch.inference_mode():
         linear(x, weight, bias)
     assert all(map(same_bits, trained(linear, x, weight, bias, dy), defined(x, weight, bias, dy)))
+
+
+def test_casts_are_dropped_while_other_threads_cast():
+    weights, is_over = [nn.Parameter(torch.empty(1)) for _ in range(3000)], threading.Event()
+
+    def cast():
+        while not is_over.is_set():
+            casts._may_keep(nn.Parameter(torch.empty(1)))
+
+    other, before = threading.Thread(target=cast), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    other.start()
+    try:
+        for _ in range(8):
+            for weight in weights:
+                casts._may_keep(weight)
+            train.invalidate()
+    finally:
+        is_over.set()
+        other.join()
+        sys.setswitchinterval(before)
 
 
 def test_weights_are_swapped_once_told():

@@ -4,7 +4,8 @@ Registered by sglang.py beside it; called by SGLang, each with the function that
 Invariant: calls that deep_tile cannot compute as intended go to the original function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 
 import torch
@@ -19,9 +20,9 @@ from deep_tile.quantize import FP8_DTYPE, TOKEN_BLOCK, WEIGHT_BLOCK
 _AMAX_FLOOR = 1e-10
 """Lower bound for a scale's magnitude, as in SGLang's own casts."""
 
-_settings = {"batch_invariant": False}
-"""Keywords of linear layers' products, by SGLang's --enable-deterministic-inference, once a model is loaded. Results of
-groups never depend on other rows."""
+_settings: dict[str, bool | int | None] = {"batch_invariant": False, "num_sms": None}
+"""Keywords of linear layers' products: by SGLang's --enable-deterministic-inference, once a model is loaded, and within
+SGLang's limit of SMs, where other kernels run beside. Results of groups never depend on other rows."""
 
 _DEEP_GEMM = "sglang.srt.layers.deep_gemm_wrapper.entrypoint"
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -93,7 +94,8 @@ def grouped_gemm_nt_f8f8bf16_contig(
     alignment = _alignment()
     offs = group_ends(m_indices, rows, groups, alignment)
     expected = max(1, rows // groups - alignment // 2)  # on average half the alignment pads each group
-    grouped.fp8_grouped_gemm(*lhs, *rhs, offs, out, alignment=alignment, expected_rows=expected)
+    options = {"expected_rows": expected, "num_sms": _settings["num_sms"]}
+    grouped.fp8_grouped_gemm(*lhs, *rhs, offs, out, alignment=alignment, **options)
     return None
 
 
@@ -114,8 +116,23 @@ def grouped_gemm_nt_f8f8bf16_masked(
     if overlap_args is not None or not _takes_groups(lhs, rhs, recipe_a, recipe_b):
         options = {"max_block_n": max_block_n, "recipe_a": recipe_a, "recipe_b": recipe_b}
         return original(lhs, rhs, out, masked_m, expected_m, overlap_args=overlap_args, **options)
-    grouped.fp8_grouped_gemm(*lhs, *rhs, out=out, counts=masked_m, expected_rows=max(1, int(expected_m)))
+    options = {"expected_rows": max(1, int(expected_m)), "num_sms": _settings["num_sms"]}
+    grouped.fp8_grouped_gemm(*lhs, *rhs, out=out, counts=masked_m, **options)
     return None
+
+
+@contextmanager
+def configure_deep_gemm_num_sms(
+    original: Callable[[int | None], AbstractContextManager[None]], num_sms: int | None
+) -> Iterator[None]:
+    """Within it products use so many SMs at most, ours and DeepGEMM's; None changes nothing."""
+    before = _settings["num_sms"]
+    with original(num_sms):
+        _settings["num_sms"] = before if num_sms is None else num_sms
+        try:
+            yield
+        finally:
+            _settings["num_sms"] = before
 
 
 def _takes_groups(lhs: _Pair, rhs: _Pair, recipe_a: object, recipe_b: object) -> bool:
@@ -146,7 +163,8 @@ def make_ready(_: object, runner: object) -> None:
     sglang_indexer.make_ready(runner.model)
     for grouping in ("offs", "counts"):
         try:
-            nn.precompile_model(runner.model, most, grouping=grouping, **_settings)
+            invariant = _settings["batch_invariant"]
+            nn.precompile_model(runner.model, most, grouping=grouping, batch_invariant=invariant)
         except ValueError as error:  # no such layers
             engines.logger(engines.SGLANG).info("nothing to make ready: %s", error)
             return
@@ -156,6 +174,7 @@ AROUND = {
     "sglang.srt.layers.quantization.fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback": linear,
     f"{_DEEP_GEMM}.grouped_gemm_nt_f8f8bf16_contig": grouped_gemm_nt_f8f8bf16_contig,
     f"{_DEEP_GEMM}.grouped_gemm_nt_f8f8bf16_masked": grouped_gemm_nt_f8f8bf16_masked,
+    f"{_DEEP_GEMM}.configure_deep_gemm_num_sms": configure_deep_gemm_num_sms,
 }
 AFTER = {"sglang.srt.model_executor.model_runner.ModelRunner.load_model": make_ready}
 """Hooks by the names of the functions that they wrap or follow."""

@@ -57,8 +57,8 @@ class DeepTileFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
         super().__init__(config)
         self._max_tokens = max_tokens()
         self._batch_invariant = is_batch_invariant()
-        gated_casts = vllm_passes.GatedCasts(AMAX_FLOOR, self._batch_invariant)
-        vllm_passes.add(get_current_vllm_config().compilation_config, gated_casts)
+        fused_casts = vllm_passes.FusedCasts(AMAX_FLOOR, self._batch_invariant)
+        vllm_passes.add(get_current_vllm_config().compilation_config, fused_casts)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

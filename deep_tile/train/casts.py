@@ -80,14 +80,19 @@ def _after_step(optimizer: torch.optim.Optimizer, *_) -> None:
         return
     for group in optimizer.param_groups:
         for weight in group["params"]:
-            if weight in _known and _known[weight] is not None:
+            if _known.get(weight) is not None:
                 _known[weight] = None if _is_captured(weight) else True
     _drop_weights()
 
 
 def _drop_weights() -> None:
-    for weight in list(_kept):
+    for weight in _weights(_kept):
         _kept.pop(weight, None)
+
+
+def _weights(table: WeakIdKeyDictionary) -> list[torch.Tensor]:
+    """Weights in a table, which other threads write to; only a dict itself is listed at once."""
+    return [weight for reference in list(table.data) if (weight := reference()) is not None]
 
 
 def invalidate() -> None:
@@ -101,8 +106,8 @@ def invalidate() -> None:
     module, which torch.utils.swap_tensors refuses.
     """
     _drop_weights()
-    for weight, may_keep in list(_known.items()):
-        if may_keep is not None:
+    for weight in _weights(_known):
+        if _known.get(weight) is not None:
             _known.pop(weight, None)
     if _last.x is not None:
         _last.forget(_last.x)

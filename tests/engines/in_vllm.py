@@ -15,7 +15,10 @@ import vllm.distributed.parallel_state as parallel
 from reference import error
 from vllm import platforms
 from vllm.compilation.caching import aot_compile_hash_factors
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.compilation.passes.ir.inplace_functionalization import VllmIRInplaceFunctionalizationPass
 from vllm.config import set_current_vllm_config
+from vllm.config.utils import Range
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.model_loader import get_model, reload
@@ -86,13 +89,22 @@ def of_experts(kernel, layer, x: torch.Tensor, matrices, biases) -> float:
     return error(out, reference.of_experts(x, ids, shares, matrices, biases, gated))
 
 
-def of_compiled(config, layer, x: torch.Tensor) -> tuple[float, int]:
-    """Against the same layer not compiled, and how many gates have joined a cast: a pass of vLLM's configuration is one
-    that inductor takes by the same name."""
+def of_compiled(config, layer) -> tuple[float, int]:
+    """The error of a layer's MLP, after its norm, against the same not compiled, and how many gates and norms have
+    joined a cast: passes of vLLM's configuration are such that inductor takes by the same names."""
     name, found = platforms.current_platform.pass_key, []
-    gated_casts = config.compilation_config.inductor_compile_config[name]
-    compiled = torch.compile(layer, fullgraph=True, options={name: lambda graph: found.append(gated_casts(graph))})
-    return error(compiled(x), layer(x).float()), sum(found)
+    fused_casts = config.compilation_config.inductor_compile_config[name]
+    passes = {"pre_grad_custom_pass": VllmIRInplaceFunctionalizationPass(config)}
+    passes[name] = lambda graph: found.append(fused_casts(graph))
+
+    def normed_mlp(x, residual):
+        normed, total = layer.post_attention_layernorm(x, residual)
+        return layer.mlp(normed), total
+
+    given = [torch.randn(5, 256, dtype=torch.bfloat16) for _ in range(2)]
+    with pass_context(Range(1, 512)):
+        made = torch.compile(normed_mlp, fullgraph=True, options=passes)(*map(torch.clone, given))
+    return max(error(one, other.float()) for one, other in zip(made, normed_mlp(*given), strict=True)), sum(found)
 
 
 def make_model(folder: str, kind: str):
@@ -131,7 +143,7 @@ def of_layer(config, layer, kind: str) -> dict:
     if serves:
         found["error_of_linear"] = of_linear(projection, x)
     if serves and kind == "dense":
-        found["error_of_compiled"], found["gates"] = of_compiled(config, layer.mlp, x)
+        found["error_of_compiled"], found["fused_casts"] = of_compiled(config, layer)
     if kind == "experts":
         runner = layer.mlp.experts
         kernel = runner._quant_method.moe_kernel

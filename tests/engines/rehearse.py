@@ -200,8 +200,8 @@ def check_vllm(folder: Path, name: str) -> list[str]:
         if any(each.startswith("DeepTile") is not bool(variable) for each in classes):
             failures.append(f"{kind}, variable {variable!r}: {classes} serve\n{said[-2000:]}")
         failures += [f"{name} has no {missing}" for name, missing in found["abstract"].items() if missing]
-        if found.get("gates", 1) != 1:
-            failures.append(f"{kind}: {found['gates']} gates of a layer have joined a cast")
+        if found.get("fused_casts", 2) != 2:
+            failures.append(f"{kind}: {found['fused_casts']} of a layer's gate and norm have joined a cast")
         if found["has_own_key"] is not bool(variable):
             failures.append(f"{kind}, variable {variable!r}: has_own_key is {found['has_own_key']}")
         failures += [
