@@ -309,6 +309,21 @@ def test_wrong_calls_launch_nothing():
     assert not out.any()
 
 
+def test_pairs_are_looked_at_only_after_a_refusal(monkeypatch):
+    """Looking takes longer than all else that stands beside `fp8_gemm`."""
+    looked = []
+    look = deep_gemm.arguments.operands
+    monkeypatch.setattr(deep_gemm.arguments, "operands", lambda a, b: looked.append(a[0].shape) or look(a, b))
+    for operands in (make_operands(5, 128, 256), dense(make_operands(5, 128, 250))):
+        out = torch.empty(5, 128, dtype=torch.bfloat16)
+        deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], out)
+        assert_accurate(out, exact_product(operands))
+    assert looked == [(5, 250)]
+    with pytest.raises(ValueError, match="out must have shape"):
+        deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], out[:4])
+    assert looked == [(5, 250), (5, 250)]
+
+
 def test_empty_products():
     operands = make_operands(5, 128, 256)
     deep_gemm.fp8_gemm_nt(
@@ -340,6 +355,12 @@ def test_settings_of_the_process(monkeypatch):
     deep_gemm.fp8_mqa_logits(q, keys, *lists)
     deep_gemm.fp8_paged_mqa_logits(q, keys[0], *lists, None, 64)
     assert [(x["num_sms"], x["pdl"]) for x in seen[1:]] == [(24, True)] * 2
+
+
+def test_sms_are_unknown_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="torch sees no CUDA device: call set_num_sms"):
+        deep_gemm.get_num_sms()
 
 
 def test_sizes():

@@ -82,9 +82,11 @@ def fp8_gemm_nt(
             scales that are packed into integers.
     """
     arguments.check_result(d, alpha, epilogue)
-    operands = arguments.operands(a, b)
+    if c is not None:
+        arguments.pair_of("a", a)  # four tensors in place of pairs make c a scale
     if arguments.is_by_rows(recipe, recipe_b):
         arguments.check_recipes(recipe, recipe_a, recipe_b, quantize.TOKEN_BLOCK)
+        operands = arguments.operands(a, b)
         arguments.require_dimensions(
             a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2)
         )
@@ -100,9 +102,10 @@ def fp8_gemm_nt(
     arguments.refuse_sum(c)
     arguments.check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
+        operands = arguments.operands(a, b)
         _make_ready("fp8", operands[0], operands[2], d)
         return
-    dense.fp8_gemm(*operands, d, **process.settings)
+    arguments.on_pairs(dense.fp8_gemm, a, b, d, **process.settings)
 
 
 def _in_layout(call: Callable[..., None], layout: str, dimensions: int = 2) -> Callable[..., None]:

@@ -20,8 +20,10 @@ def set_num_sms(num_sms: int) -> None:
 
 
 def get_num_sms() -> int:
-    """The set value, else the current device's count."""
+    """The set value, else the current device's count. Raises RuntimeError where there is neither."""
     given = settings["num_sms"]
+    if given is None and not torch.cuda.is_available():
+        raise RuntimeError("no number of SMs is set, and torch sees no CUDA device: call set_num_sms before")
     return torch.cuda.get_device_properties().multi_processor_count if given is None else given
 
 

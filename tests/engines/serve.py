@@ -50,8 +50,8 @@ DECODES, TOKENS, PREFILLS = (1, 32), 48, (2048, 8192)
 NEW_LENGTHS = (5, 77, 300, 777, 1500, 3001, 5500, 7001)
 """Prompt lengths that an engine has not seen."""
 ROUNDS, REPEATS = 4, 3
-PROFILES = {"decode of 1": (1, 16, 8), "decode of 32": (32, 16, 8), "prefill of 2048": (1, 2048, 1)}
-"""Prompts, tokens of each, and tokens to make."""
+PROFILES = {"decode of 1": (1, 1, 8), "decode of 32": (32, 1, 8), "prefill of 2048": (1, 2048, 1)}
+"""Prompts, tokens of each, and tokens to make: steps of one number of tokens."""
 OURS = ("fp8_gemm_", "fp8_cast_", "fp8_combine_", "sort_by_expert_")
 """How names of its kernels begin."""
 MORE_DIFFERENCE = 1.1
@@ -85,14 +85,20 @@ class Worker:
         self._profile = profile(activities=[ProfilerActivity.CUDA])
         self._profile.__enter__()
 
-    def end_profile(self) -> dict[str, tuple[int, float]]:
-        """Launches and microseconds of each kernel."""
+    def end_profile(self) -> dict:
+        """Microseconds in which the GPU was busy, and launches and microseconds of each kernel, of which some overlap
+        others."""
         import torch
 
         torch.cuda.synchronize()
         self._profile.__exit__(None, None, None)
-        rows = sorted(self._profile.key_averages(), key=lambda row: -row.self_device_time_total)
-        return {row.key[:120]: (row.count, row.self_device_time_total) for row in rows if row.self_device_time_total}
+        events = [e for e in self._profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        kernels, busy, last = {}, 0.0, 0.0
+        for begin, end, name in sorted((e.time_range.start, e.time_range.end, e.name) for e in events):
+            launches, microseconds = kernels.get(name, (0, 0.0))
+            kernels[name] = launches + 1, microseconds + end - begin
+            busy, last = busy + max(0.0, end - max(begin, last)), max(end, last)
+        return {"busy": busy, "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1][1]))}
 
 
 class Served:
@@ -279,8 +285,9 @@ class Trial:
         if self.found["compilations"]:
             self._failures.append(f"{self.found['compilations']} kernels were compiled while it served")
         for role, found in profiles.items():
-            if {name.startswith(OURS) for names in found.values() for name in names} != {role == "deep_tile", False}:
-                self._failures.append(f"{role}: the profile has {sorted(n for names in found.values() for n in names)}")
+            names = {name for profile in found.values() for name in profile["kernels"]}
+            if {name.startswith(OURS) for name in names} != {role == "deep_tile", False}:
+                self._failures.append(f"{role}: the profile has {sorted(names)}")
 
     def _show(self, what: str) -> None:
         theirs, ours = (self.found[what][role] for role in ("vllm", "deep_tile"))
