@@ -60,8 +60,8 @@ PACKED_TABLES = 256
 UNIT_ROWS = 16
 """Rows of a packed `b` whose K blocks are stored contiguously."""
 
-PACKED_ACCUMULATOR_LIMIT = 136
-"""The same beside converter warps, for kernels with a second set of temporaries."""
+PACKED_ACCUMULATOR_LIMITS = {4: 168, 8: 136}
+"""The same beside so many converter warps, for kernels with one row chunk or with a second set of temporaries."""
 
 PAIRED_TILES = (112, 144)
 """block_n for 128-row tiles that may process K blocks in pairs. Their main-loop copies, one per scale alignment, stay
@@ -234,11 +234,11 @@ class GemmConfig:
                 f"b_stages is {self.b_stages}; a packed b needs at least 2 slots, so that one is read while another "
                 "is written"
             )
-        if self.multicast or self.pairs or self.by_k or self.column_shifts > 1:
-            what = "multicast, pairs, groups along K, and copies of the main loop"
+        if self.multicast or self.pairs or self.by_k:
+            what = "multicast, pairs and groups along K"
             return f"kind is {self.kind!r}; a packed b is converted without {what}"
-        if self.scale_blocks * self.block_n % (UNIT_ROWS * self.converter_warps):
-            return f"block_n is {self.block_n}; each of 4 warps converts a multiple of {UNIT_ROWS} rows of a packed b"
+        if self.scale_blocks * self.block_n < UNIT_ROWS * self.converter_warps:
+            return f"block_n is {self.block_n}; each of 4 warps converts at least {UNIT_ROWS} rows of a packed b"
         return None
 
     @property
@@ -514,7 +514,8 @@ class GemmConfig:
         """A K block's temporary accumulators must fit beside the tile's: wide tiles are multiplied in two halves."""
         if not self.product.promotes:
             return 1
-        fits = self.accumulator_registers + self.block_n // 2 <= ACCUMULATOR_LIMIT
+        limit = PACKED_ACCUMULATOR_LIMITS[4] if self.is_packed and self.chunks_m == 1 else ACCUMULATOR_LIMIT
+        fits = self.accumulator_registers + self.block_n // 2 <= limit
         return 1 if fits else 2
 
     @property
@@ -547,7 +548,7 @@ class GemmConfig:
         if self.math_warpgroups == 2 and self.by_k:
             limit -= 16
         if self.math_warpgroups == 2 and self.is_packed:
-            limit = PACKED_ACCUMULATOR_LIMIT
+            limit = PACKED_ACCUMULATOR_LIMITS[self.converter_warps]
         fits = self.accumulator_registers + 2 * self.block_registers <= limit
         return 2 if fits and self.chunks == 1 else 1
 
@@ -685,7 +686,7 @@ class GemmConfig:
         """
         if self.math_warpgroups == 1 or self.column_group >= 64 or (self.block_sets != 1 and not self.pairs):
             return 1
-        if self.product.scaling != "blocks":
+        if self.product.scaling != "blocks" or self.is_packed:
             return 1
         return SCALE_BLOCK // self.column_group
 

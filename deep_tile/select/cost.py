@@ -43,23 +43,23 @@ CHAINED_CAST_US = 1.7
 
 
 PACKED_BLOCK_US = {
-    **{(64, 32, 2): 0.134, (64, 64, 1): 0.23, (64, 64, 2): 0.174, (64, 128, 2): 0.262},
-    **{(128, 64, 2): 0.254, (128, 128, 1): 0.478, (256, 128, 1): 0.774},
+    **{(64, 32, 2): (0.134, 0.161), (64, 64, 1): (0.23, 0.276), (64, 64, 2): (0.174, 0.209)},
+    **{(64, 128, 2): (0.262, 0.314), (128, 64, 2): (0.254, 0.305), (128, 96, 1): (0.471, 0.512)},
+    **{(128, 128, 1): (0.478, 0.574), (128, 192, 1): (0.769, 0.875), (256, 64, 1): (0.435, 0.582)},
+    **{(256, 96, 1): (0.635, 0.776), (256, 112, 1): (0.734, 0.89), (256, 128, 1): (0.774, 0.96)},
 }
-"""Time per K block of a packed weight, by tile and scale blocks: the conversion, which hides WGMMA. Fitted to 112 times
-of four weights and of 8 groups, with 1 to 4096 rows: the choice takes 1.003 times the best tile's time, at most 1.06.
-The first is of a slower conversion (H100, 2026-11-26)."""
+"""Time per K block of a packed weight, by tile and scale blocks, with scales of blocks and of columns: the conversion,
+which hides WGMMA. To 128x64 and (128, 128) fitted to 112 times of four weights and of 8 groups, with 1 to 4,096 rows;
+the first is of a slower conversion, with scales of columns all are 1.2 times as long (H100, 2026-11-26). The others
+fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 to 4,096 rows: the choice takes 1.004 and 1.013
+times the best's time, at most 1.09 and 1.11; with each weight's by a fit to the other eight 1.003 and 1.015. For eight
+other weights it takes 1.005 and 1.001 times the best of three to five, at most 1.12 and 1.04 (H100,
+2026-11-27)."""
 
 EXCHANGE_US = 0.94
-"""Of a chunk's sums, 64 rows for each math warpgroup, under split K in two: 128x128 takes so much longer per tile than
-without (fp8.json). MXFP4's 256x128 in two takes 28 to 30 us where 30 to 31 are predicted (H100, 2026-11-27)."""
-
-PACKED_COLUMNS = 1.2
-"""How much longer it is with a scale for each column: 1.08 to 1.26 times (the same)."""
-
-SPLIT_COLUMNS = 0.93
-"""How much of it remains under split K of two chunks: 25 INT4 products with 256 to 1,024 rows (H100, 2026-11-27)."""
-
+"""Of a chunk's sums, 64 rows of 128 columns for each math warpgroup, under split K in two: 128x128 takes so much longer
+per tile than without (fp8.json). MXFP4's 256x128 in two takes 28 to 30 us where 30 to 31 are predicted (H100,
+2026-11-27)."""
 
 UNPACK_US, UNPACK_TBPS = 0.5, 2.59
 """Launch time within a graph, and bandwidth, reads and writes, of the kernel that unpacks a weight to FP8: weights of
@@ -143,19 +143,19 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     tensor rate, the rest with the clock."""
     if config.is_packed and config.split_k > 1 and config.chunks_m > 1:
         whole = tile_times(_unsplit(config), hardware)
-        exchange_us = EXCHANGE_US * config.chunks_m * H200.clock_mhz / hardware.clock_mhz
-        block_us = whole.block_us * (SPLIT_COLUMNS if config.column_scales else 1)
-        return whole._replace(block_us=block_us, tile_us=whole.tile_us + exchange_us)
+        exchange_us = EXCHANGE_US * config.chunks_m * config.block_n / 128 * H200.clock_mhz / hardware.clock_mhz
+        return whole._replace(tile_us=whole.tile_us + exchange_us)
     tensor_us = block_tensor_us(config, H200)
     measured = (
         (along_rows if is_along_rows else calibration)(kind).configs.get(name)
         for is_along_rows, kind, name in _names_of_times(config)
     )
-    on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, 2.0))
+    typical_us = 2 * config.block_n / 128 if config.chunks_m > 1 else 2.0
+    on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, typical_us))
     if config.is_packed:
         tile = config.block_m, config.block_n, config.scale_blocks
-        packed_us = PACKED_BLOCK_US.get(tile, 2 * tensor_us) * (PACKED_COLUMNS if config.column_scales else 1)
-        on_h200 = on_h200._replace(block_us=max(packed_us, on_h200.block_us))
+        packed_us = PACKED_BLOCK_US[tile][config.column_scales] if tile in PACKED_BLOCK_US else 2 * tensor_us
+        on_h200 = on_h200._replace(block_us=packed_us)
     slower_clock = H200.clock_mhz / hardware.clock_mhz
     block_us = max(0.0, block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock)
     tile_us = on_h200.tile_us + (BOX_CAST_US * config.boxes if config.quantizes else 0)

@@ -87,7 +87,8 @@ class Converter {
         uint2 tables[config.b_group < scale_block ? 2 * 32 / config.b_group : 1];
     };
 
-    static constexpr int units = config.scale_blocks * tile_units<config> / config.converter_warps;  // of a stage
+    static constexpr int all_units = config.scale_blocks * tile_units<config>;  // of a stage
+    static constexpr int units = (all_units + config.converter_warps - 1) / config.converter_warps;  // most of a warp
 
     // Beside two math warpgroups NVFP4, with most tables, reads a unit behind the one ahead: otherwise NVRTC 13.2 and
     // 13.5 lack registers, and have the scale warps of 128x128 wait at barriers as if divergent.
@@ -96,6 +97,11 @@ class Converter {
     __device__ __forceinline__ Converter(SharedStorage<config>& smem, int warp)
         : smem_(smem), warp_(warp), to_(ptx::smem_address(&smem.b[0][warp * unit_rows * k_block_bytes]) + piece_offset()) {
         if constexpr (has_tables) write_tables();
+    }
+
+    // True if a stage has this warp's unit `i`: with a number of units that the warps do not divide, some lack the last.
+    __device__ __forceinline__ bool has(int i) const {
+        return all_units % config.converter_warps == 0 || i * config.converter_warps + warp_ < all_units;
     }
 
     // Reads this warp's unit `i` of a stage.
@@ -119,8 +125,9 @@ class Converter {
         }
     }
 
-    // Writes this warp's unit `i` to the current slot.
+    // Writes this warp's unit `i`, if it has one, to the current slot.
     __device__ __forceinline__ void write(const Unit& unit, int i) const {
+        if (!has(i)) return;
         const u32 to = to_ + i * config.converter_warps * unit_rows * k_block_bytes;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -201,7 +208,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
             if constexpr (!Converter<config>::reads_ahead) converter.write(present, i);
             Unit next = present;
             if (i + 1 < converter.units) {
-                next = converter.read(stage, i + 1);
+                if (converter.has(i + 1)) next = converter.read(stage, i + 1);
             } else {
                 ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[stage]));
                 if (left > 1) {
