@@ -1,8 +1,8 @@
 """The addresses that a cast's kernel reads and writes, from its launch parameters: without a GPU or a kernel.
 
 Inputs and targets lie in memory in every way that a call takes, between a neighbour's elements. What a kernel would
-touch, by the formulas of quantize.cuh, experts.cuh, transposed.cuh and combine.cuh, is compared with what torch has
-there.
+touch, by the formulas of quantize.cuh, experts.cuh, transposed.cuh, both.cuh and combine.cuh, is compared with what
+torch has there.
 """
 
 import math
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deep_tile import experts, quantize, sources, transposed
+from deep_tile import both, experts, quantize, sources, transposed
 from deep_tile.config import SCALE_BLOCK, ceil_div
 from deep_tile.quantize import FP8_DTYPE
 
@@ -188,6 +188,26 @@ def test_casts_along_tokens(dtype, index, first):
                 assert_vectors_fit(read, at, 16 // read.element_size())
             if numbers.out_vectors:
                 assert_vectors_fit(out, own_places(out)[:, : numbers.rows // 16 * 16], 16)
+
+
+@EACH_BEGIN
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 264), (3, 5, 33), (2, 9, 40), (9, 264)], ids=str)
+def test_matrices_cast_in_both_directions(shape, dtype, first):
+    """Vectors are read where every row of every matrix begins at a multiple of theirs, and nowhere else."""
+    elements = 16 // dtype.itemsize
+    for row_gap in (0, 3, 16):
+        for step_gap in (0, 5, 16):
+            row = shape[-1] + row_gap
+            strides = (shape[-2] * row + step_gap, row, 1)[-len(shape) :]
+            x = laid_out(shape, strides, dtype, first)
+            given = both.CAST_WEIGHT.allocated((x, None, None, None), both.Weight.Options())
+            numbers = SimpleNamespace(**both.CAST_WEIGHT.numbers(given, both.Weight.Options()))
+            columns, rows = torch.arange(shape[-1]), torch.arange(shape[-2])
+            at = [numbers.x_step * i + places(x, rows, numbers.x_stride, columns) for i in range(numbers.matrices)]
+            assert torch.equal(torch.cat(at), own_places(x))
+            begins = memory_of(x).data_ptr() + torch.cat(at)[:, 0] * dtype.itemsize
+            assert numbers.aligned == (shape[-1] % elements == 0 and bool((begins % 16 == 0).all()))
 
 
 @EACH_BEGIN
