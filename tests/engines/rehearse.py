@@ -224,7 +224,8 @@ def check_deep_gemm(folder: Path, name: str) -> list[str]:
 
 def check_sglang(folder: Path, name: str) -> list[str]:
     wanted = [
-        *("deepgemm_w8a8_block_fp8_linear_with_fallback", "get_quant_method", "get_quant_method"),
+        *("configure_deep_gemm_num_sms", "deepgemm_w8a8_block_fp8_linear_with_fallback"),
+        *("get_quant_method", "get_quant_method"),
         *("grouped_gemm_nt_f8f8bf16_contig", "grouped_gemm_nt_f8f8bf16_masked"),
     ]
     failures = []
