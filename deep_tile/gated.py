@@ -160,7 +160,7 @@ class SwigluCast(transposed.AlongTokens):
 
     def readable(self, given: Given) -> Given:
         dh, gate_up, *others = given
-        return (_readable(dh), _readable(gate_up), *others) if self.needs_kernel(given) else given
+        return (*map(tensors.in_vectors, (dh, gate_up)), *others) if self.needs_kernel(given) else given
 
     def needs_kernel(self, given: Given) -> bool:
         return super().needs_kernel(given) and given[0].shape[1] % SCALE_BLOCK == 0
@@ -237,13 +237,6 @@ def _values(dh, gate_up, gate_up_scale, share) -> tuple[torch.Tensor, torch.Tens
     of_gate = shared * up * (sigmoid + silu * (1 - sigmoid))
     gradient = torch.cat([of_gate, shared * silu], 1)
     return gradient.bfloat16(), (silu * up * share).bfloat16(), (dh * (silu * up)).sum(1)
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy where the kernel cannot read it in vectors."""
-    elements = tensors.ALIGNMENT_BYTES // x.element_size()
-    fits = x.stride(1) == 1 and (len(x) == 1 or x.stride(0) % elements == 0) and tensors.is_aligned(x)
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 SWIGLU_GRADIENT = SwigluCast(

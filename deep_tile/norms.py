@@ -55,7 +55,7 @@ class NormCast(quantize.Casting):
             raise ValueError(f"{name} is on {given.device} but x is on {x.device}; move it with .to(x.device)")
 
     def readable(self, given: Given) -> Given:
-        return *map(_readable, given[:3]), *given[3:]
+        return *map(tensors.in_vectors, given[:3]), *given[3:]
 
     def needs_kernel(self, given: Given) -> bool:
         """Rows that no thread block holds, or no vectors end with, are left to torch, also on a GPU."""
@@ -93,13 +93,6 @@ FIELDS = ("x", "residual", "weight", "out", "scale", "sum")
 def fits(columns: int) -> bool:
     """Whether the kernel takes rows of this length."""
     return columns % cast.NORM_VECTOR == 0 and columns <= max(cast.NORM)
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy where the kernel cannot read its rows in vectors."""
-    rows_fit = x.dim() == 1 or len(x) == 1 or x.stride(0) % cast.NORM_VECTOR == 0
-    fits_vectors = x.stride(-1) == 1 and rows_fit and tensors.is_aligned(x)
-    return x if fits_vectors else x.clone(memory_format=torch.contiguous_format)
 
 
 ADD_RMS_NORM_CAST = NormCast(

@@ -243,6 +243,14 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % ALIGNMENT_BYTES == 0
 
 
+def in_vectors(x: torch.Tensor) -> torch.Tensor:
+    """`x`, a matrix or a row, or a copy where kernels cannot read its rows in vectors."""
+    elements = ALIGNMENT_BYTES // x.element_size()
+    rows_fit = x.dim() == 1 or len(x) == 1 or x.stride(0) % elements == 0
+    fits = x.stride(-1) == 1 and rows_fit and is_aligned(x)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
 _empty_on_current_gpu = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
 """The allocator used by torch-compiled code; private, so perhaps None."""
 

@@ -61,6 +61,9 @@ _PACKED_TILES = (
 takes 1.001 times the best of 23 tiles and unpacking, at most 1.04; INT4 1.011, at most 1.11. Without the last seven
 1.014 and 1.049, at most 1.20 and 1.35 (H100, 2026-11-27)."""
 
+_ROOMY_WIDTHS = (32, 64, 128)
+"""Columns of packed weights' tiles that leave math-warp stores and GELUs their registers and code."""
+
 _SUMMED_TILES = dict.fromkeys(((128, 176), (128, 224)), _PAIRS_ALONG_M)
 """More tiles for kinds without promotion, whose main loop needs no copies per scale alignment. With the second, BF16
 takes 1.6 % less (up to 9 %) at m from 129 to 1024, and with both 0.8 % less above. 256x160 and 256x192 would gain 0.1 %
@@ -146,7 +149,7 @@ def default_configs(
         return tuple(made for one in default_configs(tma_store, kind) if (made := quantized(one)))
     if EVERY_KIND[kind].packing:
         # Math-warp stores leave other tiles too few registers, or make them longer than what a launch prefetches.
-        tiles = [tile for tile in _PACKED_TILES if tma_store or (tile[0] <= 128 and tile[1] in (32, 64, 128))]
+        tiles = [tile for tile in _PACKED_TILES if tma_store or (tile[0] <= 128 and tile[1] in _ROOMY_WIDTHS)]
         if EVERY_KIND[kind].scaling == "row_blocks":  # this tile would exceed the code that a launch prefetches
             tiles = [tile for tile in tiles if tile != (64, 64, 2, 4)]
         return packed_configs(tiles, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
@@ -188,7 +191,7 @@ def _is_crowded(config: GemmConfig, activation: str) -> bool:
     """Whether a finish leaves too few registers."""
     if activation != "none" and ((config.block_m, config.block_n) == (64, 256) or (config.split_k > 1 < config.chunks)):
         return True
-    if config.is_packed and activation.startswith("gelu") and config.block_n not in (32, 64, 128):
+    if config.is_packed and activation.startswith("gelu") and config.block_n not in _ROOMY_WIDTHS:
         return True
     if not config.row_scales:
         return False

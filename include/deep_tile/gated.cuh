@@ -78,16 +78,6 @@ __device__ __forceinline__ T& dynamic_shared() {
     return *reinterpret_cast<T*>(dynamic_vectors);
 }
 
-// Sum over a row's threads, in a fixed order.
-template <int lanes>
-__device__ __forceinline__ float sum_of_lanes(float value) {
-#pragma unroll
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-        value += __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(value), distance));
-    }
-    return value;
-}
-
 // Computes one row: h, in `part`, and the gradients for gate and up, which wait. Dead rows become zeros. The tile's
 // contribution to the row's share gradient is stored after the row's scales.
 template <typename Source, typename Tile>

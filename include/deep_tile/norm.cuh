@@ -13,18 +13,11 @@ template <int threads>
 __device__ __forceinline__ float sum_of_block(float value) {
     constexpr int warps = threads / warp_threads;
     __shared__ float sums[warps];
-    const auto add_up = [](float x) {
-#pragma unroll
-        for (int distance = warp_threads / 2; distance > 0; distance /= 2) {
-            x += __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(x), distance));
-        }
-        return x;
-    };
     const int lane = threadIdx.x % warp_threads;
-    value = add_up(value);
+    value = sum_of_lanes<warp_threads>(value);
     if (lane == 0) sums[threadIdx.x / warp_threads] = value;
     __syncthreads();
-    return add_up(lane < warps ? sums[lane] : 0.0f);
+    return sum_of_lanes<warp_threads>(lane < warps ? sums[lane] : 0.0f);
 }
 
 // Casts the normalised sum of x's and residual's row `blockIdx.x`, and stores the sum. All rows allow vector accesses.

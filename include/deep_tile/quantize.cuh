@@ -191,6 +191,16 @@ __device__ __forceinline__ u32 largest_of_lanes(u32 value) {
     return value;
 }
 
+// Sum over `lanes` neighbouring threads, in a fixed order; the whole warp calls it.
+template <int lanes>
+__device__ __forceinline__ float sum_of_lanes(float value) {
+#pragma unroll
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+        value += __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(value), distance));
+    }
+    return value;
+}
+
 __device__ __forceinline__ void write_scale(const CastParams& params, u32 row, u32 column, float value) {
     params.scale[row * params.scale_stride_row + column * params.scale_stride_column] = value;
 }
