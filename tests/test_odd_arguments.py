@@ -471,3 +471,51 @@ def test_numpys_sizes_do_not_overflow(number):
 
 def test_more_ranks_than_rows_take_no_time():
     assert distributed.check_shardable(256, 256, 2**70, "row") == SCALE_BLOCK - 1
+
+
+def overlapping() -> dict[str, Callable[[], Any]]:
+    """Calls whose output lies in the memory of another tensor, by the tensor's name; each is right without that."""
+    x = torch.randn(128, 128).bfloat16()
+    (a, a_scale), memory = deep_tile.per_token_cast_to_fp8(x), torch.zeros(128, 256).bfloat16()
+    b, b_scale = deep_tile.per_block_cast_to_fp8(x)
+    rows = memory.view(FP8)[:, :128]
+    plan = deep_tile.prepare(a, a_scale, b, b_scale)
+    return {
+        "out shares memory with a,": lambda: deep_tile.gemm(x, x.clone(), x),
+        "out shares memory with b,": lambda: deep_tile.gemm(x.clone(), x[8:], x[:, :120]),
+        "out shares memory with bias": lambda: deep_tile.gemm(x, x, memory[:, :128], bias=memory[3, :128]),
+        "out shares memory with x,": lambda: deep_tile.per_token_cast_to_fp8(memory, out=memory.view(FP8)[:, 256:]),
+        "out shares memory with scale_out": lambda: deep_tile.per_token_cast_to_fp8(
+            x, out=rows, scale_out=memory[:, 60:62].view(torch.float32)
+        ),
+        "scale_out shares memory with x": lambda: deep_tile.per_token_cast_to_fp8(
+            memory[:, :128], scale_out=memory[:, 126:128].view(torch.float32)
+        ),
+        "out shares memory with w": lambda: deep_tile.per_block_cast_to_fp8(memory, out=memory.view(FP8)[:, :256]),
+        "out shares memory with a, ": lambda: plan(x.view(FP8)[:64].view(128, 128), a_scale, x),
+        "out shares memory with gate_up": lambda: deep_tile.silu_mul_cast_to_fp8(memory, out=rows),
+        "out shares memory with x, ": lambda: deep_tile.fp8_linear(x, b, b_scale, out=x),
+    }
+
+
+@pytest.mark.parametrize("text", overlapping())
+def test_outputs_have_memory_of_their_own(text):
+    with pytest.raises(ValueError, match=f"{text.strip()}.*pass another"):
+        overlapping()[text]()
+
+
+def test_outputs_may_lie_between_rows():
+    """As in buffers whose rows hold several tensors."""
+    x, rows = torch.randn(16, 128).bfloat16(), torch.zeros(16, 2 * 128 + 128 + 4 + 12, dtype=torch.uint8)
+    given, out, scale = (
+        rows[:, i:j].view(dtype) for i, j, dtype in ((0, 256, x.dtype), (256, 384, FP8), (384, 388, torch.float32))
+    )
+    given.copy_(x)
+    made = deep_tile.per_token_cast_to_fp8(given, out=out, scale_out=scale)
+    assert all(map(torch.equal, made, deep_tile.per_token_cast_to_fp8(x)))
+    heads = torch.zeros(16, 3, 64).bfloat16()
+    heads[:, :2] = torch.randn(16, 2, 64)
+    swapped = torch.eye(64).bfloat16().flip(0).expand(2, 64, 64).contiguous()
+    product = deep_tile.einsum("bhr,hdr->bhd", heads[:, :1], swapped[:1], heads[:, 2:])
+    assert torch.equal(product, heads[:, :1].flip(2))
+    deep_tile.gemm(heads[:, :2].flatten(1), swapped.view(64, 128), heads[:, 2])
