@@ -26,11 +26,11 @@ class _Layer(torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "_Layer":
         """Every conversion and move of torch.nn.Module ends here."""
-        scales = [x for name, x in self.named_parameters(recurse=False) if name.endswith("_scale")]
+        kept = [x for name, x in self.named_parameters(recurse=False) if not name.endswith("bias")]
 
         def keep_dtype(x: torch.Tensor) -> torch.Tensor:
             changed = fn(x)
-            is_cast = any(x is one for one in scales) and changed.dtype != x.dtype
+            is_cast = any(x is one for one in kept) and changed.dtype != x.dtype
             return x.to(changed.device) if is_cast else changed
 
         return super()._apply(keep_dtype, recurse)
