@@ -5,7 +5,6 @@ Bits are in test_drawn_casts.py and test_both_gpu.py, the kernels' without a GPU
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deep_tile import (
     cast_both,
@@ -46,32 +45,6 @@ def test_results_have_names():
 
 
 # ---- traced
-
-CALLS = {
-    "cast_both": lambda x: cast_both(x, round_scale="pow2"),
-    "cast_both of blocks": lambda x: cast_both(x, blocks=True, exact="reciprocal"),
-    "cast_both of rows": lambda x: cast_both(x, rows=torch.arange(5, dtype=torch.int32, device=x.device)),
-    "cast_weight": lambda x: cast_weight(x, amax_floor=1e-3),
-    "cast_weight of experts": lambda x: cast_weight(x[None] * 2),
-    "transpose_fp8": lambda x: (transpose_fp8(x.to(FP8_DTYPE)),),
-}
-EACH_CALL = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-
-
-def strides_of(made):
-    return [(x.shape, x.dtype, x.stride()) for x in made]
-
-
-@EACH_CALL
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5, 0), (130, 264), (7, 33)], ids=str)
-def test_fakes_are_laid_out_as_real_ones(call, shape):
-    x = torch.randn(shape).bfloat16()
-    if "rows" in str(call) and not len(x):
-        pytest.skip("no row to choose")
-    wanted = strides_of(call(x))
-    with FakeTensorMode() as mode:
-        assert strides_of(call(mode.from_tensor(x))) == wanted
-    assert strides_of(call(x.to("meta"))) == wanted
 
 
 # ---- refused
@@ -118,12 +91,3 @@ WRONG = {
 def test_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_weights_that_are_trained_are_cast():
-    w = torch.nn.Parameter(X.clone())
-    made = cast_weight(w)
-    assert not any(each.requires_grad for each in made)
-    assert_same(made, of_weight(w.detach()))
-    with torch.no_grad():
-        assert_same(cast_both(w), joined(w.detach()))
