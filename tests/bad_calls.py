@@ -263,6 +263,11 @@ ODD_TENSORS = [
     *_kinds("dequantize", "x", {what: kind for what, kind in DENSE_KINDS.items() if what != "uninitialised"}),
     *_kinds("dequantize", "scale", DENSE_KINDS),
     *(bad for call, name in BOTH_WAYS.items() for bad in _kinds(call, name, KINDS)),
+    *(
+        bad
+        for call, name in (("cast_both", "x"), ("cast_weight", "w"))
+        for bad in _kinds(call, name, {"sparse": FLOAT_KINDS["sparse"]})
+    ),
 ]
 
 
@@ -491,17 +496,33 @@ WRONG_CASTS = [
         for call, x in (("cast_both", "x"), ("cast_weight", "w"))
         for bad in (
             _one(call, x, "is a list", [[1.0]], TypeError, "is a <class 'list'>", FLOATS),
+            _one(call, x, "is None", None, TypeError, "NoneType", FLOATS),
+            _one(call, x, "is an integer", torch.Tensor.int, TypeError, "a tensor of int32", FLOATS),
             _one(call, x, "is FP8 already", lambda x: x.to(FP8), TypeError, "a tensor of float8_e4m3fn", FLOATS),
             _one(call, x, "is one row", lambda x: x[0], ValueError, r"\[300\]", "must be"),
+            _one(call, x, "has two batches", lambda x: x[None, None], ValueError, r"\[1, 1, 5, 300\]", "it so"),
             _one(call, "amax_floor", "is negative", -1.0, ValueError, "amax_floor is -1.0", "at least 0 and finite"),
             _one(call, "amax_floor", "is True", True, TypeError, "amax_floor is True", NUMBER),
             _one(call, "round_scale", "is True", True, ValueError, "is True", "use 'none' or 'pow2'"),
+            _one(call, "exact", "is unknown", "no", ValueError, "exact is 'no'", "use 'divide' or 'reciprocal'"),
         )
     ),
+    _one("cast_both", "x", "has a batch", lambda x: x[None], ValueError, r"\[1, 5, 300\]", r"must be \[s, k\]"),
     _one("cast_both", "blocks", "is 1", 1, TypeError, "is 1, of type int", "pass True or False"),
     _one("cast_both", "alignment", "is a float", 128.0, ValueError, "is 128.0", "pass an int, a power of two"),
+    _one("cast_both", "alignment", "is 64", 64, ValueError, "is 64", "power of two"),
     _one("cast_both", "x", "requires a gradient", lambda x: x.clone().requires_grad_(), RuntimeError,
          "x requires a gradient", r"torch\.no_grad\(\).*x\.detach\(\)"),
+    BadCall("cast_both", "offs", "is int64", lambda given: {"offs": torch.tensor([3, 5], device=given["x"].device)},
+            TypeError, "a tensor of int64", "tensor of int32 on"),
+    BadCall("cast_both", "rows", "is float32", lambda given: {"rows": given["x"][0]}, TypeError, "a tensor of float32",
+            "int32 or int64"),
+    BadCall(
+        "cast_both", "blocks", "is given together with groups",
+        lambda given: {"blocks": True, "offs": torch.tensor([3, 5], device=given["x"].device).int()},
+        ValueError, "given together with offs", "",
+    ),
+    _one("transpose_fp8", "x", "is a number", 1, TypeError, "is a .*int", "int8"),
     _one("transpose_fp8", "x", "is BF16", torch.Tensor.bfloat16, TypeError, "a tensor of bfloat16", "int8"),
     _one("transpose_fp8", "x", "is one row", lambda x: x[0], ValueError, r"\[300\]", "must be"),
     _one(

@@ -32,9 +32,7 @@ from deep_tile import (
     fp8_wgrad,
     gemm,
     int8_gemm,
-    per_token_cast_to_fp8,
     plan,
-    precompile,
     scaled_gemm,
 )
 from deep_tile.config import round_up
@@ -301,25 +299,6 @@ def test_scales_of_columns_are_as_accurate_as_scales_of_blocks():
     assert relative_error(ours, exact) <= 1.02 * relative_error(fp8_gemm(a, a_scale, b, b_scale), exact)
 
 
-def test_gradients_in_a_graph_are_added_once_each_replay():
-    product = make_product("fp8_1x128", 200, 264, 640, device=DEVICE)
-    guarded = GuardedOut(200, 264, device=DEVICE, dtype=torch.float32)
-    guarded.out.zero_()
-    precompile([(264, 640, 200)], kind="fp8_1x128", out_dtype=torch.float32, accumulate=True)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            fp8_wgrad(*product.operands, guarded.out)
-    assert not guarded.out.any()
-    for replays in (1, 2, 3):
-        graph.replay()
-        torch.cuda.synchronize()
-        guarded.assert_guards_intact()
-        exact = product.exact._replace(value=replays * product.exact.value, spread=replays * product.exact.spread)
-        assert_accurate(guarded.out, exact, product.accumulation, product.relative_error)
-
-
 def test_chains_of_gradients_into_one_out():
     """Programmatic launches that add to the same numbers: each waits for the one before."""
     product = make_product("fp8_1x128", 384, 512, 512, device=DEVICE)
@@ -561,39 +540,6 @@ def test_fp16_results_that_are_too_large_are_infinite():
     assert (gemm(a, b, out_dtype=torch.float32) == 200.0 * 200 * 256).all()
 
 
-@pytest.mark.parametrize("shape", [(8, 2112, 7168), (128, 576, 7168), (512, 1536, 1024), (2048, 2048, 512)])
-def test_in_a_graph(shape):
-    m, n, k = shape
-    a, b = make_dense_operands(m, n, k, torch.bfloat16, device=DEVICE)
-    guarded = GuardedOut(m, n, device=DEVICE)
-    precompile([(n, k, m)], kind="bf16")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            gemm(a, b, guarded.out)
-    guarded.assert_untouched()
-    for _ in range(3):
-        a.copy_(torch.randn_like(a))
-        guarded.out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        guarded.assert_guards_intact()
-        assert_accurate(guarded.out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
-
-
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_a_capture_that_would_compile_is_refused(monkeypatch):
-    monkeypatch.setattr(plan, "_kernels", {})
-    a, b = make_dense_operands(40, 96, 72, torch.float16, device=DEVICE)
-    out = torch.empty(40, 96, device=DEVICE)
-    with (
-        pytest.raises(RuntimeError, match="call gemm once with these shapes"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        gemm(a, b, out)
-
-
 @pytest.mark.parametrize("has_epilogue", [False, True])
 @pytest.mark.parametrize("m", [4, 64, 200, 700])
 def test_chains_of_programmatic_launches(m, has_epilogue):
@@ -612,23 +558,6 @@ def test_chains_of_programmatic_launches(m, has_epilogue):
     for _ in range(30):
         assert same_bits(chain(pdl=True), alone)
         assert same_bits(chain(pdl=True, constant_weights=True), alone)
-
-
-def test_on_another_stream_and_beside_fp8():
-    """Two kinds of the same problem do not take each other's launches."""
-    from deep_tile import fp8_gemm, per_block_cast_to_fp8
-
-    a, b = make_dense_operands(256, 512, 1024, torch.bfloat16, device=DEVICE)
-    fp8 = (*per_token_cast_to_fp8(a), *per_block_cast_to_fp8(b))
-    exact = exact_dense_product(a, b)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            ours, other = gemm(a, b), fp8_gemm(*fp8)
-    stream.synchronize()
-    assert_accurate(ours, exact, ACCUMULATION_WITHOUT_SCALES)
-    assert 1e-2 < relative_error(other, exact.value) < 6e-2
 
 
 def test_configs_of_another_kind_are_refused_and_nothing_is_written():

@@ -7,7 +7,6 @@ guards around it, another stream that works, and CUDA graphs. tests/fuzz_logits.
 import ctypes
 import shutil
 import subprocess
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -208,27 +207,6 @@ def test_bad_calls_of_pages(device, name, change, error, match):
     given[name] = change(given[name])
     with pytest.raises(error, match=match):
         paged_mqa_logits(**given)
-
-
-def test_ops_are_one_graph_for_every_size():
-    compiled = torch.compile(lambda *x: mqa_logits(*x) + 1, backend="eager", fullgraph=True, dynamic=True)
-    for rows, keys in ((5, 70), (3, 64)):
-        given = small(rows, keys)
-        assert torch.equal(compiled(*given), mqa_logits(*given) + 1)
-
-
-OP_TESTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-"""torch's op tests but for that of the schema, which multiplies FP8."""
-
-
-def test_ops_are_as_torch_wants_them():
-    check, ops = partial(torch.library.opcheck, test_utils=OP_TESTS), torch.ops.deep_tile
-    given = small()
-    check(ops.mqa_logits.default, given, {"columns": 33, "out_dtype": torch.bfloat16})
-    check(ops.mqa_logits.out, (*given, torch.zeros(5, 70)), {"clean": False})
-    q, cache = torch.zeros(1, 2, 3, 32).to(FP8), torch.zeros(3, 64, 1, 36, dtype=torch.uint8)
-    paged = q, cache, torch.zeros(2, 3), torch.tensor([70]).int(), torch.zeros(1, 3).int()
-    check(ops.paged_mqa_logits.default, paged, {"clean": True, "columns": 100})
 
 
 def test_the_names_of_deep_gemm():
@@ -471,23 +449,6 @@ def test_sanitizer_case_is_right(sizes):
 def test_drawn_calls(device, seed):
     case: Drawn = draw_case(Random(seed), device, most_products=2**30 if device == "cuda" else 2**20)
     assert not any(check(case).values())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("paged", [False, True])
-def test_a_graph_reads_ranges_anew(paged):
-    case = draw_case(Random(5), "cuda", most_products=2**22, paged=paged)
-    call = paged_mqa_logits if paged else mqa_logits
-    options = {"clean": True, "columns": case.options["columns"]}
-    out = call(*case.inputs, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(*case.inputs, out, **options)
-    ends = case.inputs[3] if paged else case.inputs[5]
-    for _ in range(3):
-        ends.copy_(torch.randint(0, 200, ends.shape))
-        graph.replay()
-        assert torch.equal(out, call(*case.inputs, **options))
 
 
 @pytest.mark.gpu
