@@ -56,6 +56,7 @@ class Linear(torch.nn.Module):
         batch_invariant=True. The weight is drawn as `torch.nn.Linear` draws it.
         """
         super().__init__()
+        packed_layers.check_options(fp8_linear, options)
         in_features, out_features = as_counts(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features, self.options = in_features, out_features, options
         self.weight = _frozen(tensors.empty_rows((out_features, in_features), FP8_DTYPE, device))

@@ -86,6 +86,7 @@ class PackedLinear(_Layer):
         weight is zero, to be loaded from a `state_dict()`; `from_codes` makes a layer of a checkpoint's weight.
         """
         super().__init__()
+        check_options(dense.packed_gemm, options)
         in_features, out_features = as_counts(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features, self.options = in_features, out_features, options
         weight, scale = packed.zeros((out_features, in_features), format, device)
@@ -279,6 +280,13 @@ def products(model: torch.nn.Module, out_dtype: torch.dtype) -> Iterator[tuple[t
         elif isinstance(layer, PackedExperts):
             yield _product(layer.gate_up, layer.down.shape[1], {"grouping": "offs"})
             yield _product(layer.down, layer.gate_up.shape[1] // 2, {"grouping": "offs"})
+
+
+def check_options(function: Callable[..., torch.Tensor], options: dict[str, Any]) -> None:
+    """Raise TypeError unless a layer can pass these keywords to its function."""
+    known = function.__kwdefaults__
+    for name in options.keys() - known.keys():
+        raise TypeError(f"{name!r} is no option of {function.__name__}; options are {', '.join(known)}")
 
 
 def _product(weight: torch.Tensor, k: int, keywords: dict[str, Any]) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -397,6 +397,13 @@ def test_a_layer_that_could_not_run_is_not_made():
             nn.Linear.from_float(other)
 
 
+@pytest.mark.parametrize("make", [nn.Linear, nn.PackedLinear])
+def test_a_layer_has_the_options_of_its_function(make):
+    with pytest.raises(TypeError, match="'devcie' is no option of .*; options are .*batch_invariant"):
+        make(128, 16, devcie="cpu")
+    assert make(128, 16, num_sms=4)(torch.zeros(2, 128).bfloat16()).shape == (2, 16)
+
+
 def test_layers_that_are_not_made_yet_stay():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LazyLinear(16)).eval()
     assert nn.replace_linears(model) == 1 and type(model[1]) is torch.nn.LazyLinear
