@@ -44,12 +44,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
+@each_device
 @each_dtype
 @pytest.mark.parametrize("out_dtype", [None, *OUT_DTYPES], ids=str)
-def test_it_is_its_definition(dtype, out_dtype):
-    a, b = make_dense_operands(37, 53, 203, dtype, a_padding=16)
+def test_it_is_its_definition(dtype, out_dtype, device):
+    a, b = make_dense_operands(37, 53, 203, dtype, a_padding=16, device=device)
     out = gemm(a, b, out_dtype=out_dtype)
     assert out.dtype == (out_dtype or dtype) and out.is_contiguous()
     assert_accurate(out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
@@ -211,10 +213,12 @@ def test_sums_that_are_promoted_are_asked_for_by_name():
         checks.checked_config(GemmConfig(128, 128, 4, kind="fp8_rows"), problem)
 
 
+@each_device
+@pytest.mark.parametrize("sizes", [(37, 130, 304), (300, 520, 1024)], ids=str)
 @pytest.mark.parametrize("family", ["fp8", "fp8_1x128", "fp8_rows"])
-def test_formats_of_fp8_are_mixed(family):
+def test_formats_of_fp8_are_mixed(family, sizes, device):
     """Each pair of formats is multiplied by its values; numbers rounded to e5m2 are e4m3 numbers, too."""
-    a, a_scale, b, b_scale = make_product(family, 37, 130, 304).operands
+    a, a_scale, b, b_scale = make_product(family, *sizes, device=device).operands
     coarse = [x.float().to(torch.float8_e5m2) for x in (a, b)]
     fine = [x.float().to(torch.float8_e4m3fn) for x in coarse]
     wanted = scaled_gemm(fine[0], a_scale, fine[1], b_scale)
@@ -314,11 +318,15 @@ def test_narrow_scales(dtype):
     assert same_bits(int8_gemm(a, scales.expand(6, 1), b, scales), scaled_gemm(a, scales, b, scales))
 
 
+@each_device
 @pytest.mark.parametrize("sizes", [(0, 8, 16), (8, 0, 16), (0, 0, 0), (5, 7, 0)])
-def test_empty_sizes(sizes):
+def test_empty_sizes(sizes, device):
     m, n, k = sizes
-    out = gemm(torch.ones(m, k).bfloat16(), torch.ones(n, k).bfloat16())
-    assert out.shape == (m, n) and not out.any()
+    a, b = (torch.ones(rows, k, device=device).bfloat16() for rows in (m, n))
+    out, guarded = gemm(a, b), GuardedOut(m, n, device=device)
+    gemm(a, b, guarded.out)
+    guarded.assert_guards_intact()
+    assert out.shape == (m, n) and not out.any() and not guarded.out.any()
 
 
 def good():
@@ -556,12 +564,13 @@ def test_wrong_layouts_are_refused():
 # Gradients.
 
 SIZES = [(5, 24, 64), (37, 13, 40), (1, 1, 8), (9, 40, 1), (0, 8, 8), (8, 0, 8), (8, 8, 0)]
+OF_GPU = [*SIZES, (130, 264, 200), (300, 131, 1001), (1000, 2112, 576)]
 
 
-def trained(m, n, k, dtype, layout="nt"):
+def trained(m, n, k, dtype, layout="nt", device="cpu"):
     """Operands and a bias that require gradients."""
-    a, b = make_dense_operands(m, n, k, dtype, layout=layout)
-    return a.requires_grad_(), b.requires_grad_(), torch.randn(n, requires_grad=True)
+    a, b = make_dense_operands(m, n, k, dtype, layout=layout, device=device)
+    return a.requires_grad_(), b.requires_grad_(), torch.randn(n, device=device, requires_grad=True)
 
 
 def assert_gradients(found, grad, a, b, bias):
@@ -575,11 +584,16 @@ def assert_gradients(found, grad, a, b, bias):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_gradients_of_a_product(sizes, compiled):
+@pytest.mark.parametrize(
+    ("device", "sizes"),
+    [*(("cpu", sizes) for sizes in SIZES), *(pytest.param("cuda", sizes, marks=pytest.mark.gpu) for sizes in OF_GPU)],
+    ids=str,
+)
+def test_gradients_of_a_product(device, sizes, compiled):
+    """The gradient of an FP32 output is rounded to the operands' dtype."""
     torch._dynamo.reset()
     for dtype, out_dtype, layout in ((torch.bfloat16, None, "nt"), (torch.float16, torch.float32, "tn")):
-        given = trained(*sizes, dtype, layout)
+        given = trained(*sizes, dtype, layout, device)
 
         def multiply(a, b, bias, out_dtype=out_dtype):
             return gemm(a, b, bias=bias, out_dtype=out_dtype)
@@ -587,7 +601,7 @@ def test_gradients_of_a_product(sizes, compiled):
         run = torch.compile(multiply, backend="aot_eager", fullgraph=True) if compiled else multiply
         out = run(*given)
         assert out.requires_grad and torch.equal(out.detach(), multiply(*(x.detach() for x in given)))
-        for grad in (torch.randn_like(out), torch.ones((), dtype=out.dtype).expand_as(out)):
+        for grad in (torch.randn_like(out), out.new_ones(()).expand_as(out)):
             assert_gradients(torch.autograd.grad(out, given, grad, retain_graph=True), grad, *given)
 
 
