@@ -163,10 +163,14 @@ def test_rows_of_any_strides():
     assert_all_equal(trained(linear, x, weight, None, dy), defined(x, weight, None, dy))
 
 
+EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@EACH_DEVICE
 @EACH_RECIPE
 @pytest.mark.parametrize(("shape", "n"), [((0, 200), 130), ((2, 0, 9), 3), ((3, 0), 4), ((3, 200), 0)], ids=str)
-def test_nothing_to_multiply(shape, n, recipe):
-    x, weight, bias, dy = make_layer(shape, n)
+def test_nothing_to_multiply(shape, n, recipe, device):
+    x, weight, bias, dy = make_layer(shape, n, device=device)
     y, dx, dw, dbias = trained(linear, x, weight, bias, dy, recipe=recipe)
     assert torch.equal(y, bias.detach().expand(dy.shape))
     assert dx.shape == x.shape and not dx.any() and dw.shape == weight.shape and not dw.any()
@@ -434,9 +438,10 @@ def gradients_of(model, x, run=None):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@EACH_DEVICE
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_change_no_bit(reentrant):
-    model, x = small_model(), torch.randn(9, 72, requires_grad=True)
+def test_checkpoints_change_no_bit(reentrant, device):
+    model, x = small_model().to(device), torch.randn(9, 72, device=device, requires_grad=True)
     [stepped(layer.weight) for layer in model[::2]]
     wanted = gradients_of(model, x)
     got = gradients_of(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant))
