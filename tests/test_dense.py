@@ -84,19 +84,13 @@ def test_sums_of_integers_are_exact_and_wrap_around():
         ({"bias": torch.ones(8)}, ValueError, r"result is torch\.int32, and a bias .* pass out_dtype=torch\.float32"),
         ({"activation": "relu"}, ValueError, r"result is torch\.int32"),
         ({"out": torch.zeros(4, 8, dtype=torch.int32), "activation": "relu"}, ValueError, r"result is torch\.int32"),
-        (
-            {"out": torch.zeros(4, 8, dtype=torch.int64)},
-            TypeError,
-            r"out must be one of .*torch\.int32; got torch\.int64",
-        ),
+        ({"out": torch.zeros(4, 8, dtype=torch.int64)}, TypeError,
+         r"out must be one of .*torch\.int32; got torch\.int64"),
         ({"out_dtype": torch.int8}, TypeError, r"out_dtype is torch\.int8; pass one of .*torch\.int32"),
-        (
-            {"b": torch.ones(8, 32).half()},
-            TypeError,
-            r"b must be torch\.int8, since a is torch\.int8; got torch\.float16",
-        ),
+        ({"b": torch.ones(8, 32).half()}, TypeError,
+         r"b must be torch\.int8, since a is torch\.int8; got torch\.float16"),
     ],
-)
+)  # fmt: skip
 def test_what_integers_without_scales_are_refused(keywords, error, text):
     right = {"a": torch.ones(4, 32, dtype=torch.int8), "b": torch.ones(8, 32, dtype=torch.int8)}
     with pytest.raises(error, match=text):
@@ -344,12 +338,8 @@ REFUSED = [
     ("b", lambda g: {"b": g["b"][:, :56]}, ValueError, r"k differs"),
     ("b", lambda g: {"b": torch.ones(64, 24).bfloat16()}, ValueError, r"k differs.*passed as b\.t\(\)"),
     ("b", lambda g: {"b": g["b"].repeat(1, 2)[:, ::2]}, ValueError, r"along k or along its rows.*contiguous"),
-    (
-        "b",
-        lambda g: {"b": torch.ones(64, 28).bfloat16()[:, :24].t()},
-        ValueError,
-        r"column stride.*it is 56.*\[k, 32\]",
-    ),
+    ("b", lambda g: {"b": torch.ones(64, 28).bfloat16()[:, :24].t()}, ValueError,
+     r"column stride.*it is 56.*\[k, 32\]"),
     ("b", lambda g: {"b": g["b"].as_strided((24, 64), (1, 8))}, ValueError, r"columns of b overlap.*8 for 24 rows"),
     ("b", lambda g: {"b": g["b"].as_strided((24, 64), (1, 1))}, ValueError, r"rows of b overlap.*1 for k = 64"),
     ("a", lambda g: {"a": torch.ones(64, 16).bfloat16()[:, 1:9].t()}, ValueError, r"2 bytes past one.*multiples of 8"),
@@ -357,22 +347,14 @@ REFUSED = [
     ("a", lambda g: {"a": torch.ones(9, 72).bfloat16()[1:, 1:65]}, ValueError, r"2 bytes past one.*multiples of 8"),
     ("a", lambda g: {"a": g["a"].clone().requires_grad_()}, RuntimeError, r"gradient.*drop out.*detach"),
     ("bias", lambda g: {"bias": torch.ones(24, requires_grad=True)}, RuntimeError, r"gradient.*drop out.*detach"),
-    (
-        "b",
-        lambda g: {"b": g["b"].clone().requires_grad_(), "out": None, "activation": "silu"},
-        RuntimeError,
-        r"none with activation 'silu'.*apply it by torch",
-    ),
+    ("b", lambda g: {"b": g["b"].clone().requires_grad_(), "out": None, "activation": "silu"}, RuntimeError,
+     r"none with activation 'silu'.*apply it by torch"),
     ("out", lambda g: {"out": torch.empty(8, 24, dtype=torch.float64)}, TypeError, r"torch\.float64.*out=None"),
     ("out", lambda g: {"out": torch.empty(8, 25).bfloat16()}, ValueError, r"\(8, 24\).*\(8, 25\)"),
     ("out", lambda g: {"out": torch.empty(24, 8).bfloat16().t()}, ValueError, r"unit stride along n"),
     ("out", lambda g: {"out": torch.empty(1, 24).bfloat16().expand(8, 24)}, ValueError, r"overlap.*dense"),
-    (
-        "out",
-        lambda g: {"out": torch.empty(8, 24).bfloat16(), "out_dtype": torch.float32},
-        TypeError,
-        r"leave out_dtype",
-    ),
+    ("out", lambda g: {"out": torch.empty(8, 24).bfloat16(), "out_dtype": torch.float32}, TypeError,
+     r"leave out_dtype"),
     ("out_dtype", lambda g: {"out_dtype": torch.int32}, TypeError, r"torch\.int32.*torch\.bfloat16"),
     ("out_dtype", lambda g: {"out_dtype": "bf16"}, TypeError, r"'bf16'"),
     ("config", lambda g: {"config": "128x128"}, TypeError, r"GemmConfig"),
@@ -380,7 +362,7 @@ REFUSED = [
     ("num_sms", lambda g: {"num_sms": True}, TypeError, r"num_sms is True"),
     ("batch_invariant", lambda g: {"batch_invariant": 1}, TypeError, r"True or False"),
     ("constant_weights", lambda g: {"constant_weights": True, "pdl": False}, ValueError, r"pdl=True"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("argument", "change", "error", "text"), REFUSED)

@@ -725,46 +725,25 @@ WRONG = {
     "x of FP64": (lambda g: {"x": g["x"].double()}, TypeError, "x is a tensor of torch.float64; it must be"),
     "x no tensor": (lambda g: {"x": [1.0]}, TypeError, "x is a list; it must be a tensor of bfloat16"),
     "x a number": (lambda g: {"x": torch.ones(())}, ValueError, r"x has shape \[\]; it must be \[..., k\]"),
-    "weight of FP8": (
-        lambda g: {"weight": g["weight"].detach().to(FP8)},
-        TypeError,
-        "weight is .*deep_tile.fp8_linear",
-    ),
-    "weight of integers": (
-        lambda g: {"weight": torch.ones(130, 200).int()},
-        TypeError,
-        "weight is a tensor of torch.int32",
-    ),
+    "weight of FP8": (lambda g: {"weight": g["weight"].detach().to(FP8)}, TypeError,
+                      "weight is .*deep_tile.fp8_linear"),
+    "weight of integers": (lambda g: {"weight": torch.ones(130, 200).int()}, TypeError,
+                           "weight is a tensor of torch.int32"),
     "no weight": (lambda g: {"weight": None}, TypeError, "weight is a NoneType; it must be a tensor"),
-    "weight transposed": (
-        lambda g: {"weight": g["weight"].t()},
-        ValueError,
-        r"weight has shape \[200, 130\]; for x of \[2, 5, 200\] it must be \[n, k\]",
-    ),
-    "weight of three": (
-        lambda g: {"weight": g["weight"][None]},
-        ValueError,
-        r"weight has shape \[1, 130, 200\]; .*\[n, k\]",
-    ),
-    "weight elsewhere": (
-        lambda g: {"weight": g["weight"].to("meta")},
-        ValueError,
-        "weight is on meta but x is on cpu; move",
-    ),
+    "weight transposed": (lambda g: {"weight": g["weight"].t()}, ValueError,
+                          r"weight has shape \[200, 130\]; for x of \[2, 5, 200\] it must be \[n, k\]"),
+    "weight of three": (lambda g: {"weight": g["weight"][None]}, ValueError,
+                        r"weight has shape \[1, 130, 200\]; .*\[n, k\]"),
+    "weight elsewhere": (lambda g: {"weight": g["weight"].to("meta")}, ValueError,
+                         "weight is on meta but x is on cpu; move"),
     "bias too short": (lambda g: {"bias": g["bias"][:3]}, ValueError, r"bias has shape \[3\]; .*it must be \[n\]"),
     "bias of FP64": (lambda g: {"bias": g["bias"].double()}, TypeError, "bias is a tensor of torch.float64"),
-    "sparse x": (
-        lambda g: {"x": g["x"].detach().to_sparse()},
-        TypeError,
-        r"x is a tensor of layout .* Pass x.to_dense",
-    ),
+    "sparse x": (lambda g: {"x": g["x"].detach().to_sparse()}, TypeError,
+                 r"x is a tensor of layout .* Pass x.to_dense"),
     "no recipe": (lambda g: {"recipe": "fp8"}, TypeError, "recipe is a str; it must be a deep_tile.train.Recipe"),
-    "main_grad": (
-        lambda g: setattr(g["weight"], "main_grad", torch.zeros(3)) or {},
-        ValueError,
-        r"weight.main_grad is \[3\] of torch.float32.*weight of \[130, 200\]",
-    ),
-}
+    "main_grad": (lambda g: setattr(g["weight"], "main_grad", torch.zeros(3)) or {}, ValueError,
+                  r"weight.main_grad is \[3\] of torch.float32.*weight of \[130, 200\]"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG)
