@@ -431,16 +431,14 @@ def set_to(name, value):
 
 ODDITIES = {
     "a kernel may hang": (let_warps_diverge, "compiler", "fail", "may hang: NVRTC", jit.TESTED_WHEELS["13"]),
-    "an untested NVRTC": (
-        lambda patch: patch.setattr(jit, "nvrtc_version", lambda: "13.99.1"),
-        *("NVRTC", "warn", "tested with 12.9 to 13.5: `deep-tile compile` checks every kernel", ""),
-    ),
+    "an untested NVRTC": (lambda patch: patch.setattr(jit, "nvrtc_version", lambda: "13.99.1"),
+                          *("NVRTC", "warn", "tested with 12.9 to 13.5: `deep-tile compile` checks every kernel", "")),
     "no cache while dumping": (dump, "cache", "warn", "", "unset DEEP_TILE_DUMP_DIR"),
     "damaged choices": (damage_tuned_choices, "tuned choices", "warn", "tuned.json", "remove that file"),
     "no room": (set_to("DEEP_TILE_CACHE_DIR", "/dev/null/cache"), "cache", "warn", "/dev/null/cache", ""),
     "wrong products": (off_by_a_percent, "product", "fail", "", ""),
     "a variable of nobody": (set_to("DEEP_TILE_CACHE", "/tmp"), "variables", "warn", "DEEP_TILE_CACHE", ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("odd", ODDITIES)

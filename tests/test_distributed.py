@@ -227,16 +227,10 @@ def test_experts_of_a_rank(device):
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        (
-            {"weight": torch.zeros(64, 256)},
-            TypeError,
-            "weight is torch.float32 .*re-base another format with deep_tile",
-        ),
-        (
-            {"scale": torch.ones(1, 1)},
-            ValueError,
-            r"scale torch.float32 \[1, 1\], first_row and first_column are \(64, 0",
-        ),
+        ({"weight": torch.zeros(64, 256)}, TypeError,
+         "weight is torch.float32 .*re-base another format with deep_tile"),
+        ({"scale": torch.ones(1, 1)}, ValueError,
+         r"scale torch.float32 \[1, 1\], first_row and first_column are \(64, 0"),
         ({"first_row": 128}, ValueError, "must be below 128"),
         ({"first_row": -1}, ValueError, "first_row is -1"),
         ({"first_column": 1.0}, TypeError, "first_column is 1.0"),
@@ -244,7 +238,7 @@ def test_experts_of_a_rank(device):
         ({"columns": "256"}, ValueError, "columns is '256'"),
         ({"weight": None}, TypeError, "weight must be a torch.Tensor"),
     ],
-)
+)  # fmt: skip
 def test_shards_that_do_not_fit(change, kind, message):
     good = {"weight": torch.zeros(128, 256).to(torch.float8_e4m3fn), "scale": torch.ones(2, 2), "first_row": 64}
     assert pad_shard(**good)[0].shape == (192, 256)

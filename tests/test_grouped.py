@@ -300,12 +300,8 @@ REFUSALS = [
     ("bf16", lambda a, b: (a.float(), b), TypeError, "a must be one of torch.bfloat16, torch.float16, torch.int8; got"),
     ("bf16", lambda a, b: (None, b), TypeError, "a must be a torch.Tensor; got NoneType. To fix: pass a tensor"),
     ("bf16", lambda a, b: (a, [b]), TypeError, "b must be a torch.Tensor; got list.* torch.stack"),
-    (
-        "int8_rows",
-        lambda a, s, b, t: (a, 1.0, b, t),
-        TypeError,
-        "a_scale must be a torch.Tensor; got float. To fix: pass",
-    ),
+    ("int8_rows", lambda a, s, b, t: (a, 1.0, b, t), TypeError,
+     "a_scale must be a torch.Tensor; got float. To fix: pass"),
     ("bf16", lambda a, b: (a, b.half()), TypeError, "b must be torch.bfloat16, since a is torch.bfloat16"),
     ("bf16", lambda a, b: (a.to(torch.float8_e5m2), b), TypeError, "scaled_grouped_gemm takes .*, with scales"),
     ("bf16", lambda a, b: (a.t().contiguous().t(), b), ValueError, "a must have a unit stride along k; its strides"),
@@ -317,7 +313,7 @@ REFUSALS = [
     ("int8_rows", lambda a, s, b, t: (a, s, b, t[:, :5]), ValueError, r"b_scale must have .* or one for each group"),
     ("int8_rows", lambda a, s, b, t: (a, s.double(), b, t), TypeError, "a_scale must be torch.float32"),
     ("int8", lambda a, s, b, t: (a, s, b, t[:, :0]), ValueError, "a_scale must have one number.* of blocks"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "change", "error", "text"), REFUSALS)

@@ -258,17 +258,14 @@ def test_public_names_are_not_the_tools():
         ("tools/cli.py", "from deep_tile.tools import tune", "tools.cli:1 imports tools.tune, and does without torch"),
         ("tools/products.py", "import torch", "tools.products:1 imports torch, and does without torch"),
         ("tools/cli.py", "from benchmarks import bench_gemm", "tools.cli:1 imports benchmarks of a checkout"),
-        (
-            "integrations/transformers.py",
-            "import transformers",
-            "integrations.transformers:1 imports transformers outs",
-        ),
+        ("integrations/transformers.py", "import transformers",
+         "integrations.transformers:1 imports transformers outs"),
         ("integrations/vllm.py", "import vllm", "integrations.vllm:1 imports vllm outs"),
         ("method/report.py", "import deep_tile", "method.report:1 imports deep_tile"),
         ("plan.py", "from . import api", "plan:1 imports deep_tile"),
         ("loose.py", "", "loose has no row in TABLE"),
     ],
-)
+)  # fmt: skip
 def test_a_violation_is_found(tmp_path, path, text, said):
     package = tmp_path / "deep_tile"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))

@@ -154,44 +154,24 @@ def test_bad_calls(device, position, change, error, match, options):
     ("name", "change", "error", "match"),
     [
         ("q", lambda x: x[:, :1].expand(1, 9, 3, 32).contiguous(), ValueError, "9 queries of a sequence; 1 to 8"),
-        (
-            "q",
-            lambda x: x.flatten(0, 1),
-            ValueError,
-            r"q has shape \[2, 3, 32\]; it must be \[batch, n, heads, head_dim",
-        ),
+        ("q", lambda x: x.flatten(0, 1), ValueError,
+         r"q has shape \[2, 3, 32\]; it must be \[batch, n, heads, head_dim"),
         ("q", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "q must be contiguous"),
-        (
-            "cache",
-            lambda x: x[:, :32],
-            ValueError,
-            r"cache has shape \[3, 32, 1, 36\]; it must be \[pages, 64, 1, head_dim",
-        ),
+        ("cache", lambda x: x[:, :32], ValueError,
+         r"cache has shape \[3, 32, 1, 36\]; it must be \[pages, 64, 1, head_dim"),
         ("cache", lambda x: x.view(torch.int8), TypeError, "cache is a tensor of torch.int8"),
         ("cache", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "pages must be dense"),
-        (
-            "cache",
-            lambda x: torch.nn.functional.pad(x.view(3, -1), (0, 8))[:, :-8].view_as(x),
-            ValueError,
-            "of 16 bytes",
-        ),
+        ("cache", lambda x: torch.nn.functional.pad(x.view(3, -1), (0, 8))[:, :-8].view_as(x), ValueError,
+         "of 16 bytes"),
         ("lengths", lambda x: x.view(1, 1, 1), ValueError, r"lengths has shape \[1, 1, 1\]"),
-        (
-            "lengths",
-            lambda x: x.view(1, 1),
-            ValueError,
-            r"lengths has shape \[1, 1\]; it must be \[batch, n\] = \[1, 2\]",
-        ),
+        ("lengths", lambda x: x.view(1, 1), ValueError,
+         r"lengths has shape \[1, 1\]; it must be \[batch, n\] = \[1, 2\]"),
         ("block_table", lambda x: x[0], ValueError, r"block_table has shape \[3\]"),
         ("block_table", lambda x: x.long(), TypeError, "block_table is a tensor of torch.int64"),
-        (
-            "weights",
-            lambda x: x[1:],
-            ValueError,
-            r"weights has shape \[1, 3\]; it must be \[batch \* n, heads\] = \[2, 3\]",
-        ),
+        ("weights", lambda x: x[1:], ValueError,
+         r"weights has shape \[1, 3\]; it must be \[batch \* n, heads\] = \[2, 3\]"),
     ],
-)
+)  # fmt: skip
 def test_bad_calls_of_pages(device, name, change, error, match):
     given = {
         "q": torch.zeros(1, 2, 3, 32, device=device).to(FP8),

@@ -1,4 +1,4 @@
-"""torch.ops.deep_tile on the CPU: torch.compile, torch.export and others trace the package's functions."""
+"""torch.ops.deep_tile: torch.compile, torch.export and other tracers see the functions, on the CPU and on a GPU."""
 
 import io
 import re
@@ -11,6 +11,7 @@ import pytest
 import torch
 from bad_calls import WRONG_CASTS, WRONG_OPTIONS, WRONG_ROWS, WRONG_TENSORS, BadCall, Good
 from helpers import make_operands
+from test_modes import of_gpu
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._ops import OpOverload
@@ -25,6 +26,7 @@ from deep_tile import (
     is_available,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
+    precompile,
     prepare,
     supports,
     train,
@@ -46,9 +48,9 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def operands(m: int, n: int = N, k: int = 304) -> list[torch.Tensor]:
+def operands(m: int, n: int = N, k: int = 304, device: str = "cpu") -> list[torch.Tensor]:
     """Operands without buffers around them: a graph depends on those buffers' sizes, too."""
-    return [x.clone(memory_format=torch.contiguous_format) for x in make_operands(m, n, k)]
+    return [x.clone(memory_format=torch.contiguous_format) for x in make_operands(m, n, k, device=device)]
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -72,20 +74,40 @@ def layer(x: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tens
     return torch.relu(fp8_gemm(a, a_scale, b, b_scale, batch_invariant=True)) + 1
 
 
-@pytest.mark.parametrize("how", [{"backend": "aot_eager"}, {"mode": "reduce-overhead"}], ids=["aot_eager", "inductor"])
-def test_a_layer_is_one_graph_for_every_m(how):
+@pytest.mark.parametrize(
+    ("device", "how"),
+    [("cpu", {"backend": "aot_eager"}), ("cpu", {"mode": "reduce-overhead"}), of_gpu({})],
+    ids=["aot_eager", "inductor", "inductor on a GPU"],
+)
+def test_a_layer_is_one_graph_for_every_m(device, how):
     """Also where k needs padding. inductor asserts the strides that the fakes promised."""
-    b, b_scale = per_block_cast_to_fp8(torch.randn(N, K))
+    b, b_scale = per_block_cast_to_fp8(torch.randn(N, K, device=device))
     fast = torch.compile(layer, fullgraph=True, **how)
     for m in TOKENS:
-        x = torch.randn(m, K).bfloat16()
+        x = torch.randn(m, K, device=device).bfloat16()
         torch._dynamo.mark_dynamic(x, 0)
         assert same(fast(x, b, b_scale), layer(x, b, b_scale))
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_out_is_written_to(backend):
+@pytest.mark.gpu
+def test_cuda_graphs_of_torch_compile_follow_what_they_are_given():
+    """For each number of tokens the first call warms up, the second is recorded, and later ones are replays."""
+    weights = per_block_cast_to_fp8(torch.randn(N, K, device="cuda"))
+    precompile([(N, K, max(TOKENS))])
+    fast = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for m in (*TOKENS, *TOKENS):
+        for _ in range(4):
+            x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.compiler.cudagraph_mark_step_begin()
+            assert same(fast(x, *weights).clone(), layer(x, *weights))
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "aot_eager"), ("cpu", "inductor"), of_gpu("inductor")])
+def test_out_is_written_to(device, backend):
     """Also where `out` is a slice, whose surroundings stay as they were."""
 
     def into(a, a_scale, b, b_scale, out):
@@ -94,10 +116,12 @@ def test_out_is_written_to(backend):
 
     product, counter = compiled(into, backend, dynamic=True)
     for m in TOKENS:
-        given = operands(m)
-        whole = torch.full((m, N + 24), 7, dtype=torch.bfloat16)
-        assert torch.equal(product(*given, whole[:, 8:-16]), fp8_gemm(*given) + 1)
-        assert torch.equal(whole[:, 8:-16], fp8_gemm(*given))
+        given = operands(m, device=device)
+        whole = torch.full((m, N + 24), 7, dtype=torch.bfloat16, device=device)
+        out, wanted = whole[:, 8:-16], torch.empty_like(whole)[:, 8:-16]
+        fp8_gemm(*given, wanted)
+        assert torch.equal(product(*given, out), wanted + 1)
+        assert torch.equal(out, wanted)
         assert (whole[:, :8] == 7).all() and (whole[:, -16:] == 7).all()
     assert counter.frame_count == 1
 
@@ -210,16 +234,17 @@ def exported(module: torch.nn.Module, strict: bool = False) -> torch.export.Expo
     )
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(strict):
-    module = Layer()
-    program = exported(module, strict)
+@pytest.mark.parametrize(("device", "strict"), [("cpu", False), ("cpu", True), of_gpu(False)])
+def test_export(device, strict):
+    with torch.device(device):  # .cuda() makes rows dense, which products refuse where k is no multiple of 16
+        module = Layer()
+        program = exported(module, strict)
     written = io.BytesIO()
     torch.export.save(program, written)
     written.seek(0)
     for loaded in (program, torch.export.load(written)):
         for m in (1, *TOKENS):
-            x = torch.randn(m, K)
+            x = torch.randn(m, K, device=device)
             assert same(loaded.module()(x), module(x))
 
 

@@ -171,25 +171,17 @@ def two_experts(*biases, **options):
         (lambda: nn.PackedLinear(64, 32, format="int8"), ValueError, "format is 'int8'"),
         (lambda: nn.PackedLinear(64.5, 32), TypeError, "in_features is 64.5.*pass an int"),
         (lambda: nn.PackedLinear.from_codes(*drawn("mxfp4", (2, 16, 64))[0]), ValueError, "2 matrices"),
-        (
-            lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (3, 64, 32))[0]),
-            ValueError,
-            "must be of",
-        ),
-        (
-            lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 64, 288))[0]),
-            ValueError,
-            r"\[2, 32, 64\] and \[2, 64, 288\] elements; they must be of",
-        ),
+        (lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (3, 64, 32))[0]),
+         ValueError, "must be of"),
+        (lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 64, 288))[0]),
+         ValueError, r"\[2, 32, 64\] and \[2, 64, 288\] elements; they must be of"),
         (  # within one K block, whose packed rows have equal bytes
             lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 64, 32))[0]),
             ValueError,
             r"\[2, 32, 64\] and \[2, 64, 32\] elements; they must be of",
         ),
-        (
-            lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 80, 16))[0]),
-            *(ValueError, "they must be of"),
-        ),
+        (lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 80, 16))[0]),
+         *(ValueError, "they must be of")),
         (
             lambda: nn.PackedExperts.from_codes(
                 *drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 64, 32))[0], torch.zeros(2, 31)
@@ -205,7 +197,7 @@ def two_experts(*biases, **options):
         (lambda: two_experts(global_scales=2.0), TypeError, "global_scales is 2.0; pass a pair"),
         (lambda: nn.PackedLinear.from_codes(*drawn("mxfp4", (16, 64))[0], [0.0] * 16), TypeError, "bias is a list"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_layer_is_refused(make, error, match):
     with pytest.raises(error, match=match):
         make()

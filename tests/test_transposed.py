@@ -78,13 +78,10 @@ WRONG = {
     "rows of floats": (lambda g: {"rows": torch.ones(3)}, TypeError, "rows is a tensor of float32"),
     "out not transposed": (lambda g: {"out": g["out"].t()}, ValueError, r"out has shape .* must be \[136, 300\]"),
     "out of bfloat16": (lambda g: {"out": g["out"].bfloat16()}, TypeError, "out is a tensor of bfloat16"),
-    "out by columns": (
-        lambda g: {"out": g["out"].t().contiguous().t()},
-        ValueError,
-        "out must have a unit column stride",
-    ),
+    "out by columns": (lambda g: {"out": g["out"].t().contiguous().t()}, ValueError,
+                       "out must have a unit column stride"),
     "scale_out": (lambda g: {"scale_out": g["scale_out"].t()}, ValueError, r"scale_out has shape .*\[136, 3\]"),
-}
+}  # fmt: skip
 
 
 @EACH_DEVICE
