@@ -311,9 +311,9 @@ def _halves(name: str, x: torch.Tensor) -> torch.Tensor:
 def _check_input(layer: _Layer, x: object, features: int) -> None:
     """Products know whole K blocks alone."""
     quantize.check_source_dtype("x", x, _WIDE)
+    tensors.require_dense_in_eager(x=x)
     if torch.is_grad_enabled() and x.requires_grad:
         raise gradient_error("x", f"{type(layer).__name__} has none")
-    tensors.require_dense_in_eager(x=x)
     if x.shape[-1:] != (features,):
         raise ValueError(f"x is {list(x.shape)}; this layer takes [..., {features}]")
 
