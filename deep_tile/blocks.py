@@ -136,7 +136,7 @@ def to_blocks(
             written.
         RuntimeError: `out` or `scale_out` requires a gradient, in grad mode.
     """
-    weight, scale = checked(weight, scale)
+    weight, scale = checked("to_blocks", weight, scale)
     firsts = _checked_first("first_row", first_row), _checked_first("first_column", first_column)
     limit = _checked_limit(max_error)
     source = formats.source_of(weight, scale, format, firsts, global_scale)
@@ -177,7 +177,9 @@ def pad_shard(
         TypeError: a tensor or number has another type or dtype.
         ValueError: shapes or devices do not fit, or `rows` or `columns` is too small.
     """
+    tensors.require_values("pad_shard", weight=weight, scale=scale)
     tensors.require_tensors(weight=weight, scale=scale)
+    require_one_device(weight, scale)
     firsts = _checked_first("first_row", first_row), _checked_first("first_column", first_column)
     if weight.dtype != FP8_DTYPE or scale.dtype not in tensors.SCALE_DTYPES:
         raise TypeError(
@@ -241,14 +243,14 @@ def _are_equal_but_for_powers(scales: torch.Tensor, dim: int) -> bool:
 # Inputs: formats and checks.
 
 
-def checked(weight: object, scale: object) -> tuple[torch.Tensor, torch.Tensor]:
+def checked(call: str, weight: object, scale: object) -> tuple[torch.Tensor, torch.Tensor]:
     """A quantised weight and its scale, without gradients. Raises what `to_blocks` raises of one by itself."""
+    tensors.require_values(call, weight=weight, scale=scale)
     tensors.require_tensors(weight=weight, scale=scale)
     weight, scale = weight.detach(), scale.detach()
     if weight.is_meta or scale.is_meta:
         raise ValueError("weight or scale is on meta, without memory: re-base a weight when it is loaded")
-    if scale.device != weight.device:
-        raise ValueError(f"scale is on {scale.device} but weight is on {weight.device}; move it with .to()")
+    require_one_device(weight, scale)
     if weight.dim() < 2:
         raise ValueError(f"weight has shape {list(weight.shape)}; it must be [..., n, k]")
     if weight.dtype != FP8_DTYPE and weight.dtype not in formats.PACKED_DTYPES:
@@ -259,6 +261,11 @@ def checked(weight: object, scale: object) -> tuple[torch.Tensor, torch.Tensor]:
         remedy = tensors.scale_remedy("scale", scale)
         raise TypeError(f"scale is {scale.dtype}; it must be {tensors.SCALE_NAMES}, or its bytes. To fix: {remedy}")
     return weight, scale
+
+
+def require_one_device(weight: torch.Tensor, scale: torch.Tensor, name: str = "scale") -> None:
+    if scale.device != weight.device:
+        raise ValueError(f"{name} is on {scale.device} but weight is on {weight.device}; move it with .to()")
 
 
 def _checked_first(name: str, value: object) -> int:

@@ -124,9 +124,10 @@ def shard_weight(
             100,000 elements change. Other scales round elements to e4m3 again, for which 1 / 16 suffices.
 
     Raises:
-        TypeError, ValueError: as `check_shardable`, or shapes or dtypes do not fit.
+        TypeError, ValueError: as `check_shardable`, or shapes, dtypes or devices do not fit.
     """
     tensors.require_tensors(weight=weight, weight_scale_inv=weight_scale_inv)
+    blocks.require_one_device(weight, weight_scale_inv, "weight_scale_inv")
     dim = _split_dim(style) - 2
     wanted = (*weight.shape[:-2], *quantize.scale_shape(weight.shape[-2:], quantize.WEIGHT_BLOCK))
     if weight.dtype != quantize.FP8_DTYPE or tuple(weight_scale_inv.shape) != wanted:

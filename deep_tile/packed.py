@@ -99,7 +99,7 @@ def pack_weight(
             negative, for MXFP4 no power of two; a row would change by more than `max_error`; or INT4 scales differ
             within 128 elements of a row.
     """
-    weight, scale = blocks.checked(weight, scale)
+    weight, scale = blocks.checked("pack_weight", weight, scale)
     source = formats.source_of(weight, scale, format, (0, 0), global_scale)
     kind = PACKED.get(source.name.partition("_")[0])
     if kind is None:
@@ -144,6 +144,7 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
     Raises:
         TypeError, ValueError: not a packed weight with k elements per row.
     """
+    tensors.require_values("unpack_weight", weight=weight, scale=scale)
     tensors.require_tensors(weight=weight, scale=scale)
     kind, k = _checked_packed(weight, scale, k)
     with torch.no_grad():

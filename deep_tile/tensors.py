@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from deep_tile import _launcher
 
@@ -222,6 +223,17 @@ def require_dense(**tensors: torch.Tensor) -> None:
             raise _not_plain(name, x)
         if not odd:
             _require_memory(name, x)
+
+
+def require_values(call: str, **given: object) -> None:
+    """Raise RuntimeError where a call's arguments, by name, have no values to be read. Without fullgraph torch.compile
+    then runs the call outside of its graphs."""
+    seen = [f"{name}, a FakeTensor," for name, x in given.items() if type(x).__name__ == "FakeTensor"]
+    for source in ["a tensor inside torch.compile"] if is_dynamo_compiling() else seen:
+        raise RuntimeError(
+            f"{call} reads the values of its tensors, and {source} has none: call it when the model is loaded, outside "
+            "of torch.compile and FakeTensorMode"
+        )
 
 
 def require_dense_in_eager(**given: torch.Tensor) -> None:

@@ -232,6 +232,7 @@ def test_experts_of_a_rank(device):
          "weight is torch.float32 .*re-base another format with deep_tile"),
         ({"scale": torch.ones(1, 1)}, ValueError,
          r"scale torch.float32 \[1, 1\], first_row and first_column are \(64, 0"),
+        ({"scale": torch.ones(2, 2, device="meta")}, ValueError, "scale is on meta but weight is on cpu"),
         ({"first_row": 128}, ValueError, "must be below 128"),
         ({"first_row": -1}, ValueError, "first_row is -1"),
         ({"first_column": 1.0}, TypeError, "first_column is 1.0"),
@@ -245,7 +246,14 @@ def test_shards_that_do_not_fit(change, kind, message):
     assert pad_shard(**good)[0].shape == (192, 256)
     with pytest.raises(kind, match=message):
         pad_shard(**good | change)
-    for wrong in ({"rank": 2}, {"rank": True}, {"weight_scale_inv": torch.ones(2, 2)}, {"style": "none"}):
+    elsewhere = torch.ones(1, 2, device="meta")
+    for wrong in (
+        {"rank": 2},
+        {"rank": True},
+        {"weight_scale_inv": torch.ones(2, 2)},
+        {"weight_scale_inv": elsewhere},
+        {"style": "none"},
+    ):
         arguments = {"weight": good["weight"], "weight_scale_inv": torch.ones(1, 2), "rank": 1, "ranks": 2}
         with pytest.raises(ValueError, match=next(iter(wrong))):
             shard_weight(**{**arguments, "style": "row"} | wrong)

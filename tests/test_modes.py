@@ -418,6 +418,27 @@ def test_fakes_without_their_mode_are_refused(name):
         on("cpu", name).made(FakeTensorMode().from_tensor)()
 
 
+VALUES = {
+    "to_blocks": (deep_tile.to_blocks, lambda: (torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.ones(1, 4))),
+    "pad_shard": (deep_tile.pad_shard, lambda: (torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))),
+    "pack_weight": (deep_tile.pack_weight, lambda: (torch.zeros(2, 16, 64).byte(), torch.ones(2, 16, 4).byte())),
+    "unpack_weight": (deep_tile.unpack_weight, lambda: (torch.zeros(16, 68).byte(), torch.ones(1, 1))),
+}
+"""Calls that read the values of weights."""
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_reads_values_says_so_where_there_are_none(name):
+    function, made = VALUES[name]
+    refusal = f"{name} reads the values of its tensors, and .* has none: call it when the model is loaded"
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=refusal):
+        function(*made())
+    with pytest.raises(Exception, match=refusal):
+        torch.compile(function, fullgraph=True, backend="eager")(*made())
+    compiled = torch.compile(function, backend="eager")(*made())
+    assert all(torch.equal(x, y) for x, y in zip(compiled[:2], function(*made())[:2], strict=True))
+
+
 def test_plans_are_ops_too():
     a, a_scale, b, b_scale = calls()["fp8_gemm"].arguments
     planned, on_meta = deep_tile.prepare(a, a_scale, b, b_scale), [x.to("meta") for x in (a, a_scale, b, b_scale)]
