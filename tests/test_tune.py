@@ -1,6 +1,7 @@
 """The search for the fastest config: candidates, results that are kept, and their use by the selector."""
 
 import json
+import resource
 import warnings
 from dataclasses import replace
 
@@ -259,6 +260,20 @@ def test_broken_file_is_one_warning_and_is_replaced(forgetful, text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plan.config_for(PROBLEM) == config
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else():
+    """A limit of bytes per file fails a write as late as a full disk does."""
+    choice = tuned.Choice(another_config(), 1.0)
+    path = tuned.store(GPU, 132, {KEY: choice})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            tuned.store(GPU, 132, {KEY: choice._replace(us=2.0)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert tuned.choices(132) == {KEY: choice} and [*path.parent.iterdir()] == [path]
 
 
 def test_a_choice_of_groups_is_none_for_a_matrix():

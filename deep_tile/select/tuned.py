@@ -131,5 +131,10 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     """All at once, so that a reader never sees half a file."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False) as file:
-        file.write(json.dumps(data, indent=1) + "\n")
-    os.replace(file.name, path)
+        try:
+            file.write(json.dumps(data, indent=1) + "\n")
+            file.flush()  # a full disk says so here
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
