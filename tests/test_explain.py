@@ -160,6 +160,9 @@ def test_plot_is_refused_before_anything_is_shown_where_it_cannot_be_written(cal
     code, out, err = call("explain", "64x4096x7168", "--plot", f"{tmp_path}/missing/roof.svg")
     assert (code, out) == (2, "")
     assert f"is in no folder that exists; make {tmp_path}/missing first" in err
+    code, out, err = call("explain", "64x4096x7168", "--plot", f"{tmp_path}/roof.xyz")
+    assert (code, out) == (1, "")
+    assert "'xyz' is not supported" in err
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def explain(options: argparse.Namespace) -> int:
     derived = calls.derivation(*options.shape, hardware=hardware_of(options, options.dtype or "fp8"), **asked)
     if options.plot and not isinstance(derived, Derivation):
         options.refuse("--plot draws products; it is not for groups and other calls")
+    if options.plot:
+        report.plot(derived, options.plot)  # first: it may refuse the file
     step = training.predict(*options.shape) if options.train else None
     if options.json:
         of_step = {} if step is None else {"training": {**step._asdict(), "pays": step.pays}}
@@ -94,7 +96,6 @@ def explain(options: argparse.Namespace) -> int:
         if step is not None:
             print(_of_training(step))
     if options.plot:
-        report.plot(derived, options.plot)
         print(f"{PROGRAM}: wrote {options.plot}", file=sys.stderr)
     return 0
 
