@@ -88,8 +88,26 @@ def test_what_is_no_handle_is_refused(handle, kind, said):
         deep_ep.bounds(handle)
 
 
-@pytest.mark.parametrize("weights", [torch.ones(3), torch.ones(137).bfloat16(), torch.ones(137, 1)], ids=str)
+@pytest.mark.parametrize(
+    "weights", [torch.ones(3), torch.ones(137).bfloat16(), torch.ones(137, 1), torch.ones(137, device="meta")], ids=str
+)
 def test_wrong_weights_are_refused(weights):
     handle, x, _ = received(*LAYOUTS[0], "cpu")
     with pytest.raises(ValueError, match=r"weights is .*\[137\] of torch.float32"):
         deep_ep.expanded_experts(x, handle, stacked(4, 256, 256), stacked(4, 256, 128), weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weights": [1.0] * 137}, "weights is a list; pass a tensor, or None"),
+        ({"gate_up": torch.ones(4, 256, 256)}, "gate_up is a Tensor; pass a pair"),
+        ({"down": (None, None, None)}, "down is a tuple; pass a pair"),
+    ],
+    ids=("weights", "gate_up", "down"),
+)
+def test_what_is_no_pair_and_no_tensor_is_refused(change, said):
+    handle, x, _ = received(*LAYOUTS[0], "cpu")
+    given = {"gate_up": stacked(4, 256, 256), "down": stacked(4, 256, 128)} | change
+    with pytest.raises(TypeError, match=said):
+        deep_ep.expanded_experts(x, handle, **given)

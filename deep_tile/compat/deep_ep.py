@@ -71,13 +71,21 @@ def expanded_experts(
         TypeError, ValueError, RuntimeError: as `bounds`, `deep_tile.fp8_grouped_gemm` and
             `deep_tile.silu_mul_cast_to_fp8`; or `weights` is not float32 [rows].
     """
+    for name, pair in (("gate_up", gate_up), ("down", down)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name} is a {type(pair).__name__}; pass a pair, a weight and its block scale")
     of_groups = bounds(handle, alignment)
     products = of_groups | {"expected_rows": expected_rows}
     lives = {"offs": of_groups["offs"]}
     a = x if isinstance(x, (tuple, list)) else quantize.per_token_cast_to_fp8(x, amax_floor=amax_floor, **lives)
-    if weights is not None and (weights.dtype != torch.float32 or tuple(weights.shape) != (a[0].shape[0],)):
-        wanted = f"[{a[0].shape[0]}] of torch.float32, one for each row of x"
-        raise ValueError(f"weights is {list(weights.shape)} of {weights.dtype}; it must be {wanted}")
+    if weights is not None and not isinstance(weights, torch.Tensor):
+        raise TypeError(f"weights is a {type(weights).__name__}; pass a tensor, or None")
+    given = None if weights is None else (weights.dtype, tuple(weights.shape), weights.device)
+    if given not in (None, (torch.float32, (a[0].shape[0],), a[0].device)):
+        wanted = f"[{a[0].shape[0]}] of torch.float32 on {a[0].device}, one for each row of x"
+        raise ValueError(
+            f"weights is {list(weights.shape)} of {weights.dtype} on {weights.device}; it must be {wanted}"
+        )
     between = grouped.fp8_grouped_gemm(*a, *gate_up, **products)
     gating = {"limit": limit, "alpha": alpha, "beta": beta}
     h, h_scale = experts.silu_mul_cast_to_fp8(between, amax_floor=amax_floor, **lives, **gating)
