@@ -89,6 +89,7 @@ class Calibration(NamedTuple):
         throttle, throttle_us: share by which the power limit slows a long kernel, and the duration at which half of
             that is reached.
         load_heat: exponent that slows tiles with more operand loads per FLOP.
+        l2_share: of the rate from L2 that products with FP8 operands reach.
         num_sms: the measured GPU's.
         choices: by a bucket's "MxNxK", the config that measured better than the model's choice: alone, or for m <= 128
             alone and in launch chains.
@@ -101,6 +102,7 @@ class Calibration(NamedTuple):
     throttle: float
     throttle_us: float
     load_heat: float
+    l2_share: float
     configs: dict[str, TileTimes]
     num_sms: int
     choices: dict[str, str]
@@ -254,7 +256,8 @@ def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -
 
 def _with_loads(blocks_us, blocks, config: GemmConfig, problem: GemmProblem, hardware: Hardware):
     """Microseconds for K blocks, `blocks` per SM in the mean, from `blocks_us`, measured without load stalls."""
-    loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / hardware.l2_tbps / 1e6
+    tbps = hardware.l2_tbps * calibration(config.kind).l2_share
+    loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / tbps / 1e6
     return (blocks_us**LOADS_OVERLAP + loads_us**LOADS_OVERLAP) ** (1 / LOADS_OVERLAP)
 
 
