@@ -26,11 +26,11 @@ class _Layer(torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "_Layer":
         """Every conversion and move of torch.nn.Module ends here."""
-        scales = [x for name, x in self.named_parameters(recurse=False) if name.endswith("_scale")]
+        kept = [x for name, x in self.named_parameters(recurse=False) if not name.endswith("bias")]
 
         def keep_dtype(x: torch.Tensor) -> torch.Tensor:
             changed = fn(x)
-            is_cast = any(x is one for one in scales) and changed.dtype != x.dtype
+            is_cast = any(x is one for one in kept) and changed.dtype != x.dtype
             return x.to(changed.device) if is_cast else changed
 
         return super()._apply(keep_dtype, recurse)
@@ -63,7 +63,7 @@ class PackedLinear(_Layer):
     """`torch.nn.Linear` with a 4-bit weight: casts its input to FP8 and calls `packed_gemm`.
 
     Refuses gradients. `state_dict()` has the packed weight, and loads into a layer of the same sizes and format. Packed
-    rows are whole K blocks: how many elements they have is in its metadata, which torch.save keeps and safetensors not.
+    rows are whole K blocks: how many elements they have is its `_extra_state`, which need not be there to load.
 
     Attributes:
         weight, weight_scale: a `Packed`, made from [out_features, in_features].
@@ -86,6 +86,7 @@ class PackedLinear(_Layer):
         weight is zero, to be loaded from a `state_dict()`; `from_codes` makes a layer of a checkpoint's weight.
         """
         super().__init__()
+        check_options(dense.packed_gemm, options)
         in_features, out_features = as_counts(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features, self.options = in_features, out_features, options
         weight, scale = packed.zeros((out_features, in_features), format, device)
@@ -124,21 +125,19 @@ class PackedLinear(_Layer):
         layer._give("weight", *made, bias)
         return layer
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]]["in_features"] = self.in_features
+    def get_extra_state(self) -> torch.Tensor:
+        """`in_features`, as a tensor: the only kind of value that safetensors keeps."""
+        return torch.tensor(self.in_features, device="cpu", dtype=torch.int64)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *arguments: Any
-    ) -> None:
-        saved = local_metadata.get("in_features", self.in_features)
-        if saved != self.in_features:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        saved = state_dict.pop(f"{prefix}_extra_state", None)
+        known = saved is not None and not getattr(saved, "is_meta", False)
+        if known and int(saved) != self.in_features:
             raise ValueError(
-                f"{prefix}weight has {saved} elements per row, and this layer takes {self.in_features}: make one with "
-                f"in_features={saved}"
+                f"{prefix}weight has {int(saved)} elements per row, and this layer takes {self.in_features}: make one "
+                f"with in_features={int(saved)}"
             )
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] in bfloat16, float16 or float32 -> [..., out_features] in the same dtype."""
@@ -281,6 +280,13 @@ def products(model: torch.nn.Module, out_dtype: torch.dtype) -> Iterator[tuple[t
         elif isinstance(layer, PackedExperts):
             yield _product(layer.gate_up, layer.down.shape[1], {"grouping": "offs"})
             yield _product(layer.down, layer.gate_up.shape[1] // 2, {"grouping": "offs"})
+
+
+def check_options(function: Callable[..., torch.Tensor], options: dict[str, Any]) -> None:
+    """Raise TypeError unless a layer can pass these keywords to its function."""
+    known = function.__kwdefaults__
+    for name in options.keys() - known.keys():
+        raise TypeError(f"{name!r} is no option of {function.__name__}; options are {', '.join(known)}")
 
 
 def _product(weight: torch.Tensor, k: int, keywords: dict[str, Any]) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -712,6 +712,12 @@ def test_output_keeps_to_the_encoding_of_stdout(encoding):
     assert finished.stdout.isascii() and b"fp8_gemm_64x" in finished.stdout
 
 
+@pytest.mark.parametrize("columns", ["0", "", "many"])
+def test_output_has_columns_where_none_are_told(call, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "Kernel:    fp8_gemm_64x" in call(*SHOWN.split())[1]
+
+
 def test_progress_needs_no_stderr(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert list(progress.track_progress([1, 2], "Counting")) == [1, 2]

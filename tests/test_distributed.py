@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import changes
 import pytest
 import ranks
 import torch
@@ -33,7 +34,7 @@ from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable, 
 WHOLE = Replicate()
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 OF_RANKS = pytest.mark.about(
-    *("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py", "deep_tile/distributed.py"),
+    *(*changes.OF_OPS, "deep_tile/distributed.py"),
     *("deep_tile/linear.py", "deep_tile/nn.py", "deep_tile/blocks.py", "deep_tile/train/*", "tests/ranks.py"),
 )
 

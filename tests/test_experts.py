@@ -20,8 +20,6 @@ from deep_tile import (
     sort_by_expert,
     sources,
 )
-from deep_tile.config import ceil_div
-from deep_tile.quantize import FP8_DTYPE
 from deep_tile.select.hardware import H200
 from deep_tile.select.streaming import bytes_in_flight_needed
 
@@ -40,22 +38,6 @@ def formula(gate_up, limit=float("inf"), alpha=1.0, beta=0.0):
     gate, up = gate_up.cpu().double().chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate / (1 + (-alpha * gate).exp()) * (up + beta)
-
-
-def poisoned(*shape, device="cpu"):
-    """`out` and `scale_out` that show where they are written."""
-    out = torch.full(shape, 7.0).to(FP8_DTYPE).to(device)
-    return {"out": out, "scale_out": torch.full((*shape[:-1], ceil_div(shape[-1], 128)), 7.0, device=device)}
-
-
-def assert_dead(targets, dead):
-    """Assert that the rows in `dead` were not written."""
-    for target in targets.values():
-        assert (target.cpu().float().flatten(0, -2)[dead] == 7).all()
-
-
-def int32(*values, device="cpu"):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 # ---- silu_mul

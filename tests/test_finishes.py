@@ -15,7 +15,6 @@ from deep_tile.select.defaults import default_configs
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 FINISHES = [(bias, activation) for bias in BIASES for activation in ACTIVATIONS]
-NAMES = [name for name in ACTIVATIONS if name != "none"]
 
 each_kind = pytest.mark.parametrize("kind", FAMILIES)
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import changes
 import pytest
 import torch
 from test_linear import DEVICES, in_turn, make_layer
@@ -17,14 +18,7 @@ def device(request) -> str:
     return request.param
 
 
-@pytest.mark.about(
-    "deep_tile/op*.py",
-    "deep_tile/discovery.py",
-    "deep_tile/__init__.py",
-    "deep_tile/linear.py",
-    "deep_tile/dense.py",
-    "deep_tile/quantize.py",
-)
+@pytest.mark.about(*changes.OF_OPS, "deep_tile/linear.py", "deep_tile/dense.py", "deep_tile/quantize.py")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_serves_every_m(device, backend):
     """Two layers and the code between them, without a graph break. The first call fixes no m."""

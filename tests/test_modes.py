@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import changes
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -526,7 +527,7 @@ def test_every_op_is_listed_with_its_module():
         assert namespace != "deep_tile" or name in discovery.OPS or name.startswith("toy_")  # of toy_operation.py
 
 
-@pytest.mark.about("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py")
+@pytest.mark.about(*changes.OF_OPS)
 @pytest.mark.parametrize(
     "first", ["torch", "deep_tile", "torch; torch.ops.deep_tile", "importlib.util; importlib.util.find_spec('torch')"]
 )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache, partial
 
+import changes
 import pytest
 import torch
 from bad_calls import WRONG_CASTS, WRONG_OPTIONS, WRONG_ROWS, WRONG_TENSORS, BadCall, Good
@@ -248,7 +249,7 @@ def test_export(device, strict):
             assert same(loaded.module()(x), module(x))
 
 
-@pytest.mark.about("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py", "deep_tile/linear.py")
+@pytest.mark.about(*changes.OF_OPS, "deep_tile/linear.py")
 def test_ahead_of_time_inductor(tmp_path):
     """Takes most of this file's time: a C++ compiler's."""
     module = Layer()

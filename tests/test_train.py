@@ -5,6 +5,7 @@ import copy
 import json
 import threading
 
+import changes
 import pytest
 import torch
 from helpers import same_bits
@@ -468,14 +469,7 @@ def test_batches_are_added_one_by_one():
         assert torch.equal(parameter.grad, each[0][i] + each[1][i] + each[2][i])
 
 
-@pytest.mark.about(
-    "deep_tile/op*.py",
-    "deep_tile/discovery.py",
-    "deep_tile/__init__.py",
-    "deep_tile/train/*",
-    "deep_tile/both.py",
-    "deep_tile/dense.py",
-)
+@pytest.mark.about(*changes.OF_OPS, "deep_tile/train/*", "deep_tile/both.py", "deep_tile/dense.py")
 @pytest.mark.parametrize("dynamic", [False, True])
 @EACH_RECIPE
 def test_compiled_as_eager(recipe, dynamic):
@@ -578,14 +572,7 @@ def test_no_memory():
 # ---- Megatron's protocol
 
 
-@pytest.mark.about(
-    "deep_tile/op*.py",
-    "deep_tile/discovery.py",
-    "deep_tile/__init__.py",
-    "deep_tile/train/*",
-    "deep_tile/both.py",
-    "deep_tile/dense.py",
-)
+@pytest.mark.about(*changes.OF_OPS, "deep_tile/train/*", "deep_tile/both.py", "deep_tile/dense.py")
 @EACH_RECIPE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])

@@ -17,21 +17,11 @@ EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 POISON = 0x55
 
 
-def matrix(tokens, columns, dtype=torch.bfloat16, device="cpu"):
-    x = wide_matrix(tokens, columns, dtype)
-    x[0, 0], x[-1, -1] = float("nan"), float("inf")
-    return x.to(device)
-
-
 def poisoned(columns, tokens, device):
     """`out` between guards, filled with a byte that no code of these tests is, and a scale of sevens."""
     guarded = GuardedOut(columns, tokens, device=device, stride=round_up(tokens, 16), dtype=FP8_DTYPE)
     guarded.out.view(torch.uint8).fill_(POISON)
     return guarded, torch.full((columns, ceil_div(tokens, 128)), 7.0, device=device)
-
-
-def on_cpu(*results):
-    return tuple(x.cpu() for x in results)
 
 
 OFFS = {
