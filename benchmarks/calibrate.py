@@ -55,7 +55,7 @@ WORTH_ALONE = 1.015
 """The same for back-to-back runs: beyond it, a choice made from interleaved runs is wrong for a GPU that runs nothing
 else."""
 
-SHARED_OF = {"bf16": {"launch_us": 4.5, "overlap": 5.5, "idle_gain": 0.03, "l2_share": 0.9}}
+SHARED_OF = {"bf16": {"overlap": 5.5, "idle_gain": 0.03, "l2_share": 0.9}}
 """Kinds with constants of their own. With these BF16's choice, fitted to halves of 1,747 products and judged on 890 of
 the others, takes 1.028 times the time of the best of 45 to 51 configs, with FP8's 1.031; with more terms in the model
 (rows that a tile really loads, a rate per SM, the fill of L2) not less than 1.022 (H100, two pairs of halves,
