@@ -11,6 +11,7 @@ import torch
 
 from deep_tile import blocks, dense, experts, grouped, packed, quantize, sources, tensors
 from deep_tile.config import as_counts
+from deep_tile.operation import gradient_error
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -141,7 +142,7 @@ class PackedLinear(_Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] in bfloat16, float16 or float32 -> [..., out_features] in the same dtype."""
-        _check_input(x, self.in_features)
+        _check_input(self, x, self.in_features)
         a, a_scale = quantize.per_token_cast_to_fp8(quantize.as_matrix(x))
         options = {"bias": self.bias, "out_dtype": x.dtype} | self.options
         out = dense.packed_gemm(a, a_scale, self.weight, self.weight_scale, **options)
@@ -248,7 +249,7 @@ class PackedExperts(_Layer):
         Returns:
             [t, hidden] in `x`'s dtype, summed in FP32.
         """
-        _check_input(x, self.down.shape[1])
+        _check_input(self, x, self.down.shape[1])
         _check_routing(x, chosen, shares)
         rows, offs, index = experts.sort_by_expert(chosen, self.gate_up.shape[0])
         a, a_scale = quantize.per_token_cast_to_fp8(x, rows=rows, offs=offs)
@@ -307,10 +308,12 @@ def _halves(name: str, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x[:, ::2], x[:, 1::2]], 1)
 
 
-def _check_input(x: object, features: int) -> None:
+def _check_input(layer: _Layer, x: object, features: int) -> None:
     """Products know whole K blocks alone."""
     quantize.check_source_dtype("x", x, _WIDE)
     tensors.require_dense_in_eager(x=x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise gradient_error("x", f"{type(layer).__name__} has none")
     if x.shape[-1:] != (features,):
         raise ValueError(f"x is {list(x.shape)}; this layer takes [..., {features}]")
 

@@ -556,12 +556,14 @@ def trained(m, n, k, dtype, layout="nt", device="cpu"):
 
 
 def assert_gradients(found, grad, a, b, bias):
-    """Against float64, of the output's gradient in the operands' dtype."""
+    """Against float64, of the output's gradient in the operands' dtype. A gradient that is one number makes equal rows,
+    with so few different roundings that their mean may be the largest one."""
     of_a, of_b, of_bias = found
+    most = torch.finfo(a.dtype).eps / 2 if grad.stride() == (0, 0) else 0.0
     narrow, a, b = grad.to(a.dtype), a.detach(), b.detach()
     assert of_a.dtype == of_b.dtype == a.dtype and of_bias.dtype == bias.dtype
-    assert_accurate(of_a, exact_dense_product(narrow, b.t()), ACCUMULATION_WITHOUT_SCALES)
-    assert_accurate(of_b, exact_dense_product(narrow.t(), a.t()), ACCUMULATION_WITHOUT_SCALES)
+    assert_accurate(of_a, exact_dense_product(narrow, b.t()), ACCUMULATION_WITHOUT_SCALES, most)
+    assert_accurate(of_b, exact_dense_product(narrow.t(), a.t()), ACCUMULATION_WITHOUT_SCALES, most)
     assert torch.allclose(of_bias, grad.sum(0, dtype=torch.float32))
 
 

@@ -74,7 +74,7 @@ sums: dense finishes grouped operation ops options tensors thin
 replaceable: quantize tensors
 train: _launcher api both cast config dense experts gated gradients grouped jit launches ops options params quantize
     select tensors transposed wgrad
-packed_layers: blocks config dense experts grouped kinds packed quantize sources tensors
+packed_layers: blocks config dense experts grouped kinds operation packed quantize sources tensors
 nn: api blocks cast checks config formats integrations jit linear packed_layers quantize replaceable tensors
 distributed: blocks config nn ops quantize tensors
 integrations: __init__ api blocks cast compat config discovery experts grouped kinds linear logits nn norms options
