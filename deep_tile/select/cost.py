@@ -173,7 +173,8 @@ def _unsplit(config: GemmConfig) -> GemmConfig:
 def _names_of_times(config: GemmConfig) -> tuple[tuple[bool, str, str], ...]:
     """Kernels whose times a config's may be, whether `along_rows` has them, and of which kind: its own, then those of
     other results with the same tile, of the kind that it has the times of and of FP8. With an operand along its rows
-    those of such a tile come first. A transposed tile without times takes those of the same tile that is not."""
+    those of such a tile come first. A grouped or transposed tile without times takes those of the same tile that is
+    not."""
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     tile = {field: getattr(config, field) for field in fields}
     timed = times_of(config.kind)
@@ -182,10 +183,11 @@ def _names_of_times(config: GemmConfig) -> tuple[tuple[bool, str, str], ...]:
     if config.layout != "nt":
         alike[:0] = [(timed, EVERY_KIND[timed].output, layout) for layout in (config.layout, ALONG_ROWS)]
         names = []
-    for transposed in dict.fromkeys((config.transposed, False)):
+    for grouping, transposed in dict.fromkeys(((config.grouping, config.transposed), ("none", False))):
+        form = {"grouping": grouping, "transposed": transposed}
         for kind, output, layout in alike:
             try:
-                like = deepest_config(**tile, kind=kind, output=output, layout=layout, transposed=transposed)
+                like = deepest_config(**tile, kind=kind, output=output, layout=layout, **form)
             except ValueError:  # a tile that this kind cannot have
                 continue
             names.append((layout != "nt", kind, like.timed_name))
