@@ -51,9 +51,9 @@ PACKED_BLOCK_US = {
 """Time per K block of a packed weight, by tile and scale blocks, with block and with column scales: the conversion,
 which hides WGMMA. Tiles up to 128x64 and (128, 128) are fitted to 112 times of four weights and of 8 groups, with 1 to
 4,096 rows; the first has a slower conversion, and with column scales all take 1.2 times as long (H100, 2026-11-26). The
-others are fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 to 4,096 rows: the choice takes 1.004 and
-1.013 times the best's time, at most 1.09 and 1.11; with each weight's by a fit to the other eight 1.003 and 1.015. For
-eight other weights it takes 1.005 and 1.001 times the best of three to five, at most 1.12 and 1.04 (H100,
+others are fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 to 4,096 rows: the choice takes 1.004
+and 1.013 times the best's time, at most 1.09 and 1.11; with each weight's by a fit to the other eight 1.003 and 1.015.
+For eight other weights it takes 1.005 and 1.001 times the best of three to five, at most 1.12 and 1.04 (H100,
 2026-11-27)."""
 
 EXCHANGE_US = 0.94
