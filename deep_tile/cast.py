@@ -79,8 +79,8 @@ TRANSPOSED = {
     "fp16": TransposedKernel("fp16", columns=64, threads=256, blocks_per_sm=6),
     "fp32": TransposedKernel("fp32", columns=64, threads=256, blocks_per_sm=4),
 }
-"""By the source's format. A thread holds 4 tokens x 16 bytes, or 8 in FP32: with more blocks registers would spill.
-Tiles with 128 columns take up to 12 % longer, with 32 up to 28 % (H200, 2026-11-24)."""
+"""Kernels of the cast along tokens, by source format. A thread holds 4 tokens x 16 bytes, or 8 in FP32: with more
+blocks registers would spill. Tiles with 128 columns take up to 12 % longer, with 32 up to 28 % (H200, 2026-11-24)."""
 
 BOTH = {
     ("rows", "bf16"): BothKernel("rows", "bf16", threads=512, blocks_per_sm=2),
@@ -94,15 +94,16 @@ BOTH = {
     ("tiles", "fp32"): BothKernel("tiles", "fp32", threads=512, blocks_per_sm=1),
     ("codes", "e4m3"): BothKernel("codes", "e4m3", threads=256, blocks_per_sm=6),
 }
-"""By `what` and source format. A thread holds 4 or 8 rows x 16 bytes; with more blocks registers would spill."""
+"""Kernels of casts both ways, by `what` and source format. A thread holds 4 or 8 rows x 16 bytes; with more blocks
+registers would spill."""
 
 GATED = {
     (source, blocks): GatedKernel(source, blocks, threads=512, blocks_per_sm=2)
     for source in ("bf16", "e4m3")
     for blocks in (False, True)
 }
-"""By the format of gate and up, and whether h has 128x128 scales. Two of three tiles wait in shared memory, so 64
-registers suffice."""
+"""Kernels of SwiGLU's gradient, by the format of gate and up, and whether h has 128x128 scales. Two of three tiles wait
+in shared memory, so 64 registers suffice."""
 
 NORM_VECTOR = 8
 """Columns per thread, as in norm.cuh: 16 bytes."""

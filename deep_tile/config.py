@@ -393,7 +393,7 @@ class GemmConfig:
         are rows of `a`, if boxes divide the tile."""
         return self.transposed and self.b_span > 0 and self.b_rows == self.block_n
 
-    # Where b is.
+    # Storage of b.
 
     @property
     def resident_b(self) -> bool:

@@ -713,7 +713,7 @@ class _KernelCache:
 
 
 def _entry_path(directory: Path, key: bytes) -> Path:
-    """Where FileStreamProgramCache keeps an entry, since cuda-core 1.1. Read here, a hit takes 0.7 ms; through
-    cuda.core, asked where nothing is found here, 45 ms, mostly the import."""
+    """Where FileStreamProgramCache keeps an entry, since cuda-core 1.1. Reading the file here takes 0.7 ms; through
+    cuda.core, which is asked if this finds nothing, 45 ms, mostly the import."""
     digest = hashlib.sha256(key).hexdigest()
     return directory / _ENTRIES / digest[:2] / digest[2:]

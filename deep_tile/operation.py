@@ -401,7 +401,7 @@ class Described(Operation):
                 raise TypeError(f"{name} is {seen}; {self.called} takes a tensor of {wanted}. Convert it with .to()")
 
     def _sizes(self, given: Given) -> dict[str, int]:
-        """By name. Raises ValueError if sizes or devices disagree."""
+        """Sizes by name. Raises ValueError if sizes or devices disagree."""
         sizes, said_by = {}, {}
         for (_, name, arg), x in self._present(given):
             wanted, first = arg.shape.split(), self.names[0]

@@ -47,9 +47,9 @@ _TILES_OF_KINDS = {
     **{(128, 256): _PAIRS_ALONG_M, (256, 128): CLUSTERS},
 }
 _SPLIT_TILES_OF_KINDS = ((64, 2), (128, 2))
-"""The same for kinds other than FP8 with 16-bit results, by their own searches. With a scale for each column 128x128
-is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less time at two of 19 shapes, more at others
-(H200, 2026-11-24)."""
+"""Like `_SPLIT_TILES`, for kinds other than FP8 with 16-bit results, from their own searches. With a scale per column,
+128x128 is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less time at two of 19 shapes, more at
+others (H200, 2026-11-24)."""
 
 _PACKED_TILES = (
     *((64, 32, 2, 1), (64, 32, 2, 2), (64, 64, 1, 1), (64, 64, 2, 1), (64, 64, 2, 2), (64, 64, 2, 4)),
@@ -78,8 +78,8 @@ _TILES_ALONG_ROWS = {
     **{(128, 256): _PAIRS_ALONG_M, (256, 128): CLUSTERS, (256, 160): _ALONE},
 }
 _SPLIT_TILES_ALONG_ROWS = ((64, 2), (128, 2), (128, 4), (192, 2))
-"""The same for M- and N-major operands: over 150 products "nn" and "tn" the best among these takes 1.0002 times the
-best among 47, at most 1.02 (H100, 2026-11-26)."""
+"""Like `_SPLIT_TILES`, for M- and N-major operands: over 150 products "nn" and "tn" the best among these takes 1.0002
+times the best among 47, at most 1.02 (H100, 2026-11-26)."""
 
 _TRANSPOSED_TILES = {(256, 160): _ALONE, (256, 144): _ALONE, (128, 192): _PAIRS_ALONG_M[1:]}
 _TRANSPOSED_OF_ROWS = _TRANSPOSED_TILES | {(128, 160): _ALONE, (128, 224): _PAIRS_ALONG_M[1:]}

@@ -21,7 +21,7 @@ _TILES = ((64, 32, 2), (64, 64, 2), (64, 128, 1), (128, 128, 1), (128, 192, 1), 
 """(block_m, block_n, scale_blocks)."""
 
 _PACKED_TILES = ((64, 32, 2, 1), (64, 64, 2, 1), (64, 128, 2, 1), (128, 64, 2, 1), (128, 128, 1, 1), (256, 128, 1, 1))
-"""The same for packed weights, as `packed_configs` takes them."""
+"""Tiles for packed weights, as `packed_configs` takes them."""
 
 _K_TILES = ((64, 128), (128, 128), (128, 192), (128, 256), (256, 128))
 """(block_m, block_n) for K groups. Tiles with two math warpgroups exist without clusters and, with TMA stores, as

@@ -49,7 +49,7 @@ class Shard(torch.Tensor):
             return tree_map(lambda x: cls(x) if type(x) is torch.Tensor else x, made)
 
     def plain(self) -> torch.Tensor:
-        """The same memory."""
+        """The weight as a plain tensor, in the same memory."""
         with torch._C._DisableTorchDispatch():
             return self.detach()
 

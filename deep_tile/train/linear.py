@@ -125,7 +125,7 @@ def in_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
 
 @torch.compiler.disable
 def _apply_eagerly(*given) -> tuple[torch.Tensor, ...]:
-    """Gradients accumulated into a user's tensor are not results that a compiler could order."""
+    """Runs outside a compiler, which cannot order gradients that are accumulated into a user's tensor."""
     return _Linears.apply(*given)
 
 

@@ -89,7 +89,7 @@ def _is_joined(x, weights: tuple, recipe: Recipe) -> bool:
 
 @torch.compiler.disable
 def _apply_eagerly(*given) -> torch.Tensor:
-    """As in linear.py, for gradients that are not returned."""
+    """Runs outside a compiler, as in linear.py: some gradients are accumulated and not returned."""
     return _Mlp.apply(*given)
 
 
