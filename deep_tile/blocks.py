@@ -295,15 +295,8 @@ def _check_targets(
     if not apart or (shape[-1] > 1 and out.stride(-1) != 1):
         raise ValueError(f"rows of out must be dense and apart; its strides are {out.stride()}. Pass a row-major out")
     same = out.data_ptr() == weight.data_ptr() and out.stride() == weight.stride() and not source.format.packed
-    (begin, end), (other_begin, other_end) = map(_extent, (out, weight))
-    overlaps = out.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and begin < other_end
-    if math.prod(shape) and not same and overlaps and other_begin < end:
+    if not same and tensors.share_memory(out, weight):
         raise ValueError("out overlaps weight without being it: pass out=weight for an FP8 weight, or other memory")
-
-
-def _extent(x: torch.Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 # Results and conversion.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deep_tile import api, blocks, cast, checks, formats, jit, packed_layers, quantize, replaceable, tensors
-from deep_tile.config import as_counts, check_sizes
+from deep_tile.config import SCALE_BLOCK, as_counts, check_sizes
 from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
 from deep_tile.packed_layers import PackedExperts, PackedLinear
@@ -56,6 +56,7 @@ class Linear(torch.nn.Module):
         batch_invariant=True. The weight is drawn as `torch.nn.Linear` draws it.
         """
         super().__init__()
+        packed_layers.check_options(fp8_linear, options)
         in_features, out_features = as_counts(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features, self.options = in_features, out_features, options
         self.weight = _frozen(tensors.empty_rows((out_features, in_features), FP8_DTYPE, device))
@@ -486,9 +487,12 @@ def _expert_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         for name, weight in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False)):
             if weight.dtype != FP8_DTYPE or weight.dim() != 3:
                 continue
-            wanted = (weight.shape[0], *scale_shape(weight.shape[1:], WEIGHT_BLOCK))
-            if _has_scale(layer, (f"{name}_scale_inv", f"{name}_scale"), wanted):
+            groups, n, k = weight.shape
+            scales, blocks_of = (f"{name}_scale_inv", f"{name}_scale"), scale_shape((n, k), WEIGHT_BLOCK)
+            if _has_scale(layer, scales, (groups, *blocks_of)):
                 yield weight
+            elif n <= SCALE_BLOCK and _has_scale(layer, scales, (groups, 2, blocks_of[1])):
+                yield weight[:, : n // 2]  # a narrow gate_up, whose halves are multiplied separately
 
 
 def _has_scale(layer: torch.nn.Module, names: tuple[str, ...], shape: tuple[int, ...]) -> bool:

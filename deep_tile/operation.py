@@ -267,7 +267,20 @@ class Operation(ops.Op):
         in."""
         self.check_arguments(given, options)
         self.check(given, options)
+        self._require_disjoint(given, options)
         return self.check_memory(given, options)
+
+    def _require_disjoint(self, given: Given, options) -> None:
+        """Raise where an output lies in the memory of another tensor. A known signature does not tell, so this is seen
+        in a first call alone, and in all on a CPU."""
+        named = [*zip(self.names_in(options), given, strict=True)]
+        for place in self._outs:
+            name, out = named[place]
+            for other, x in named[:place] + named[place + 1 :]:
+                if out is not None and x is not None and tensors.share_memory(out, x):
+                    raise ValueError(
+                        f"{name} shares memory with {other}, which would be overwritten: pass another {name}"
+                    )
 
     def _run_unknown(self, given: Given, options: tuple) -> None:
         """Slow path: no launch is cached for these options and this signature, or C cannot read the tensors."""

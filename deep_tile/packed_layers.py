@@ -11,6 +11,7 @@ import torch
 
 from deep_tile import blocks, dense, experts, grouped, packed, quantize, sources, tensors
 from deep_tile.config import as_counts
+from deep_tile.operation import gradient_error
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,11 +27,11 @@ class _Layer(torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "_Layer":
         """Every conversion and move of torch.nn.Module ends here."""
-        scales = [x for name, x in self.named_parameters(recurse=False) if name.endswith("_scale")]
+        kept = [x for name, x in self.named_parameters(recurse=False) if not name.endswith("bias")]
 
         def keep_dtype(x: torch.Tensor) -> torch.Tensor:
             changed = fn(x)
-            is_cast = any(x is one for one in scales) and changed.dtype != x.dtype
+            is_cast = any(x is one for one in kept) and changed.dtype != x.dtype
             return x.to(changed.device) if is_cast else changed
 
         return super()._apply(keep_dtype, recurse)
@@ -63,7 +64,7 @@ class PackedLinear(_Layer):
     """`torch.nn.Linear` with a 4-bit weight: casts its input to FP8 and calls `packed_gemm`.
 
     Refuses gradients. `state_dict()` has the packed weight, and loads into a layer of the same sizes and format. Packed
-    rows are whole K blocks: how many elements they have is in its metadata, which torch.save keeps and safetensors not.
+    rows are whole K blocks: how many elements they have is its `_extra_state`, which need not be there to load.
 
     Attributes:
         weight, weight_scale: a `Packed`, made from [out_features, in_features].
@@ -86,6 +87,7 @@ class PackedLinear(_Layer):
         weight is zero, to be loaded from a `state_dict()`; `from_codes` makes a layer of a checkpoint's weight.
         """
         super().__init__()
+        check_options(dense.packed_gemm, options)
         in_features, out_features = as_counts(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features, self.options = in_features, out_features, options
         weight, scale = packed.zeros((out_features, in_features), format, device)
@@ -124,25 +126,23 @@ class PackedLinear(_Layer):
         layer._give("weight", *made, bias)
         return layer
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]]["in_features"] = self.in_features
+    def get_extra_state(self) -> torch.Tensor:
+        """`in_features`, as a tensor: the only kind of value that safetensors keeps."""
+        return torch.tensor(self.in_features, device="cpu", dtype=torch.int64)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *arguments: Any
-    ) -> None:
-        saved = local_metadata.get("in_features", self.in_features)
-        if saved != self.in_features:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        saved = state_dict.pop(f"{prefix}_extra_state", None)
+        known = saved is not None and not getattr(saved, "is_meta", False)
+        if known and int(saved) != self.in_features:
             raise ValueError(
-                f"{prefix}weight has {saved} elements per row, and this layer takes {self.in_features}: make one with "
-                f"in_features={saved}"
+                f"{prefix}weight has {int(saved)} elements per row, and this layer takes {self.in_features}: make one "
+                f"with in_features={int(saved)}"
             )
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] in bfloat16, float16 or float32 -> [..., out_features] in the same dtype."""
-        _check_input(x, self.in_features)
+        _check_input(self, x, self.in_features)
         a, a_scale = quantize.per_token_cast_to_fp8(quantize.as_matrix(x))
         options = {"bias": self.bias, "out_dtype": x.dtype} | self.options
         out = dense.packed_gemm(a, a_scale, self.weight, self.weight_scale, **options)
@@ -249,7 +249,7 @@ class PackedExperts(_Layer):
         Returns:
             [t, hidden] in `x`'s dtype, summed in FP32.
         """
-        _check_input(x, self.down.shape[1])
+        _check_input(self, x, self.down.shape[1])
         _check_routing(x, chosen, shares)
         rows, offs, index = experts.sort_by_expert(chosen, self.gate_up.shape[0])
         a, a_scale = quantize.per_token_cast_to_fp8(x, rows=rows, offs=offs)
@@ -283,6 +283,13 @@ def products(model: torch.nn.Module, out_dtype: torch.dtype) -> Iterator[tuple[t
             yield _product(layer.down, layer.gate_up.shape[1] // 2, {"grouping": "offs"})
 
 
+def check_options(function: Callable[..., torch.Tensor], options: dict[str, Any]) -> None:
+    """Raise TypeError unless a layer can pass these keywords to its function."""
+    known = function.__kwdefaults__
+    for name in options.keys() - known.keys():
+        raise TypeError(f"{name!r} is no option of {function.__name__}; options are {', '.join(known)}")
+
+
 def _product(weight: torch.Tensor, k: int, keywords: dict[str, Any]) -> tuple[tuple[int, int], dict[str, Any]]:
     return (weight.shape[-2], k), {"kind": packed.name_of(weight, k), **keywords}
 
@@ -301,10 +308,12 @@ def _halves(name: str, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x[:, ::2], x[:, 1::2]], 1)
 
 
-def _check_input(x: object, features: int) -> None:
+def _check_input(layer: _Layer, x: object, features: int) -> None:
     """Products know whole K blocks alone."""
     quantize.check_source_dtype("x", x, _WIDE)
     tensors.require_dense_in_eager(x=x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise gradient_error("x", f"{type(layer).__name__} has none")
     if x.shape[-1:] != (features,):
         raise ValueError(f"x is {list(x.shape)}; this layer takes [..., {features}]")
 

@@ -6,6 +6,7 @@ reads passes `require_plain`, which names the fault of any other.
 """
 
 import ctypes
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -237,6 +238,38 @@ def require_apart(name: str, target: torch.Tensor) -> None:
             seen = f"its shape is {list(target.shape)}, its strides are {target.stride()}"
             raise ValueError(f"elements of {name} share memory: {seen}. Pass a contiguous one, not expanded")
         reach += (size - 1) * stride
+
+
+def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have bytes in common. One that lies in the gaps between the other's rows has none, if the
+    steps from row to row of both leave it there; without such steps, what they reach is taken for theirs."""
+    (begin, end), (other_begin, other_end) = _extent(x), _extent(y)
+    if begin >= other_end or other_begin >= end:
+        return False
+    (steps, width), (other_steps, other_width) = _rows(x), _rows(y)
+    step = math.gcd(*steps, *other_steps)
+    gap = (other_begin - begin) % step if step else 0
+    return gap < width or gap + other_width > step
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends, in bytes; nowhere for a tensor without memory."""
+    if x.is_meta or not x.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _rows(x: torch.Tensor) -> tuple[list[int], int]:
+    """The steps from one dense part to the others, and the part's width, in bytes."""
+    steps, width = [], x.element_size()
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        step = stride * x.element_size()
+        if step <= width:
+            width += (size - 1) * step
+        elif size > 1:
+            steps.append(step)
+    return steps, width
 
 
 def is_aligned(x: torch.Tensor) -> bool:

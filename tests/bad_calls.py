@@ -263,6 +263,11 @@ ODD_TENSORS = [
     *_kinds("dequantize", "x", {what: kind for what, kind in DENSE_KINDS.items() if what != "uninitialised"}),
     *_kinds("dequantize", "scale", DENSE_KINDS),
     *(bad for call, name in BOTH_WAYS.items() for bad in _kinds(call, name, KINDS)),
+    *(
+        bad
+        for call, name in (("cast_both", "x"), ("cast_weight", "w"))
+        for bad in _kinds(call, name, {"sparse": FLOAT_KINDS["sparse"]})
+    ),
 ]
 
 
@@ -491,17 +496,33 @@ WRONG_CASTS = [
         for call, x in (("cast_both", "x"), ("cast_weight", "w"))
         for bad in (
             _one(call, x, "is a list", [[1.0]], TypeError, "is a <class 'list'>", FLOATS),
+            _one(call, x, "is None", None, TypeError, "NoneType", FLOATS),
+            _one(call, x, "is an integer", torch.Tensor.int, TypeError, "a tensor of int32", FLOATS),
             _one(call, x, "is FP8 already", lambda x: x.to(FP8), TypeError, "a tensor of float8_e4m3fn", FLOATS),
             _one(call, x, "is one row", lambda x: x[0], ValueError, r"\[300\]", "must be"),
+            _one(call, x, "has two batches", lambda x: x[None, None], ValueError, r"\[1, 1, 5, 300\]", "it so"),
             _one(call, "amax_floor", "is negative", -1.0, ValueError, "amax_floor is -1.0", "at least 0 and finite"),
             _one(call, "amax_floor", "is True", True, TypeError, "amax_floor is True", NUMBER),
             _one(call, "round_scale", "is True", True, ValueError, "is True", "use 'none' or 'pow2'"),
+            _one(call, "exact", "is unknown", "no", ValueError, "exact is 'no'", "use 'divide' or 'reciprocal'"),
         )
     ),
+    _one("cast_both", "x", "has a batch", lambda x: x[None], ValueError, r"\[1, 5, 300\]", r"must be \[s, k\]"),
     _one("cast_both", "blocks", "is 1", 1, TypeError, "is 1, of type int", "pass True or False"),
     _one("cast_both", "alignment", "is a float", 128.0, ValueError, "is 128.0", "pass an int, a power of two"),
+    _one("cast_both", "alignment", "is 64", 64, ValueError, "is 64", "power of two"),
     _one("cast_both", "x", "requires a gradient", lambda x: x.clone().requires_grad_(), RuntimeError,
          "x requires a gradient", r"torch\.no_grad\(\).*x\.detach\(\)"),
+    BadCall("cast_both", "offs", "is int64", lambda given: {"offs": torch.tensor([3, 5], device=given["x"].device)},
+            TypeError, "a tensor of int64", "tensor of int32 on"),
+    BadCall("cast_both", "rows", "is float32", lambda given: {"rows": given["x"][0]}, TypeError, "a tensor of float32",
+            "int32 or int64"),
+    BadCall(
+        "cast_both", "blocks", "is given together with groups",
+        lambda given: {"blocks": True, "offs": torch.tensor([3, 5], device=given["x"].device).int()},
+        ValueError, "given together with offs", "",
+    ),
+    _one("transpose_fp8", "x", "is a number", 1, TypeError, "is a .*int", "int8"),
     _one("transpose_fp8", "x", "is BF16", torch.Tensor.bfloat16, TypeError, "a tensor of bfloat16", "int8"),
     _one("transpose_fp8", "x", "is one row", lambda x: x[0], ValueError, r"\[300\]", "must be"),
     _one(
@@ -670,6 +691,7 @@ WRONG_ROWS = [
 # ---- what other libraries have otherwise
 
 SCALED, GROUPED, SCALED_GROUPED, WGRAD = "scaled_gemm", "fp8_grouped_gemm", "scaled_grouped_gemm", "fp8_grouped_wgrad"
+LINEAR = "fp8_linear"
 OPERANDS_OF = {
     gemm: "ab",
     SCALED: "ab",
@@ -763,6 +785,40 @@ OF_OTHERS = [
     _one("dequantize", "x", "is bytes", viewed(torch.uint8), TypeError, "uint8", r"x\.view\(torch\.float8_e4m3fn\)"),
     _one("dequantize", "scale", "is bytes", lambda x: x.to(torch.uint8), TypeError, "uint8",
          r"scale\.view\(torch\.float8_e8m0fnu\)"),
+    # A linear layer.
+    _one(LINEAR, "x", "is a list", [1], TypeError, "got list", "must be a torch.Tensor"),
+    _one(LINEAR, "b", "is None", None, TypeError, "got NoneType", "must be a torch.Tensor"),
+    _one(LINEAR, "x", "is float64", torch.Tensor.double, TypeError, "torch.float64", "torch.float16 or torch.float32"),
+    _one(LINEAR, "x", "is a scalar", lambda x: x[0, 0], ValueError, r"\[\] and \[130, 300\]", r"must be \[\.\.\., k\]"),
+    _one(LINEAR, "x", "has another k", lambda x: x[:, :256], ValueError, r"\[5, 256\] and \[130, 300\]", "must be"),
+    _one(LINEAR, "x", "is on meta", on_meta, ValueError, "x is on meta", "b is on"),
+    _one(LINEAR, "b", "is a vector", lambda x: x[0], ValueError, r"got \[5, 300\] and \[300\]", r"b \[n, k\]"),
+    _one(LINEAR, "b", "is float32", torch.Tensor.float, TypeError, "got torch.float32", "must be torch.float8_e4m3fn"),
+    _one(LINEAR, "b", "is on meta", on_meta, ValueError, "b is on meta", "x is on"),
+    _one(LINEAR, "b_scale", "is float64", torch.Tensor.double, TypeError, "float64", "must be torch.float32"),
+    _one(LINEAR, "b_scale", "lacks a row", lambda x: x[:1], ValueError, r"\(1, 3\)", "must have shape"),
+    _one(LINEAR, "b_scale", "is missing", None, TypeError, "b is float8_e4m3fn", "Pass the scale"),
+    *_kinds(LINEAR, "x", {"negated": KINDS["negated"], "sparse": FLOAT_KINDS["sparse"]}),
+    *(
+        BadCall(LINEAR, name, what, lambda given, name=name, make=make: {name: make(given["x"])}, error, seen, remedy)
+        for name, what, make, error, seen, remedy in (
+            ("bias", "is a row", lambda x: x.new_ones(1, N), ValueError, r"\[1, 130\]", r"must be \[n\]"),
+            ("bias", "is float64", lambda x: x.new_ones(N).double(), ValueError, "float64", "bias of the same layer"),
+            ("bias", "is a number", lambda x: 1.0, TypeError, "got float", "must be a torch.Tensor"),
+            ("out", "is as wide as x", torch.clone, ValueError, r"got \[5, 300\]", r"must be \[5, 130\] of torch"),
+            ("out", "is N-major", lambda x: x.new_zeros(N, M).t(), ValueError, "out", "Pass a row-major out"),
+        )
+    ),
+    *(
+        _one(LINEAR, name, f"is {value!r}", value, error, re.escape(f"{value!r}"), remedy)
+        for name, value, error, remedy in (
+            ("out_dtype", torch.float64, TypeError, "must be torch.bfloat16, torch.float16 or torch.float32"),
+            *(("out_dtype", "bf16", TypeError, "or None for that of x"), ("amax_floor", "1", TypeError, NUMBER)),
+            *(("amax_floor", -1.0, ValueError, "at least 0"), ("num_sms", 1.0, TypeError, "pass an int")),
+            *(("num_sms", 0, ValueError, "an int from 1"), ("pdl", "no", TypeError, "True, False or None")),
+            ("batch_invariant", None, TypeError, FLAG),
+        )
+    ),
     # Scales of tensors and of rows.
     *(
         _one(call, f"{name}_scale", f"is {what}", lambda x, shape=shape: x.new_ones(shape), ValueError,

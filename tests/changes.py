@@ -22,6 +22,14 @@ OF_FUZZERS = (
 )
 """File patterns for tests of the fuzzers and of the stress run."""
 
+OF_OPS = ("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py")
+"""For tests of what tracers see."""
+
+OF_EXPLANATIONS = (
+    *("deep_tile/method/*", "deep_tile/tools/*", "deep_tile/select/*"),
+    *("deep_tile/walls.py", "deep_tile/config.py", "deep_tile/kinds.py"),
+)
+
 
 def base() -> str:
     """The base commit; "all" to treat every file as changed; empty if git cannot tell."""

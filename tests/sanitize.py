@@ -12,7 +12,7 @@ of them; that there are none is what the NaN around the inputs of all other GPU 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -548,43 +548,28 @@ def rows_of_gradients(config: GemmConfig, tool: str) -> int:
     return 256 if tool == "racecheck" and config.store_warps else 70
 
 
+def jobs(tool: str) -> Iterator[tuple]:
+    """A function and its arguments, for each GEMM and cast."""
+    for run_, cases in (
+        *((run, CASES), (run_kind, KINDS_CASES), (run_quantized, QUANTIZED_CASES), (run_packed, PACKED_CASES)),
+        (run_groups, (*all_grouped_configs(), *GROUPED_KINDS)),
+    ):
+        yield from ((run_, case) for case in cases)
+    for tma_store in (True, False):
+        for config in grouped_configs("k_offs", tma_store, True):
+            yield run_gradients, config, "cuda", rows_of_gradients(config, tool)
+    for run_, sizes in (
+        *((run_casts, CASTS), (run_transposed_casts, CASTS), (run_casts_both, CASTS), (run_casts_of_rows, ROWS)),
+        *((run_norms, NORMS), (run_thin, THIN), (run_logits, LOGITS)),
+    ):
+        yield from ((run_, *each) for each in sizes)
+
+
 def main(tool: str = "") -> int:
     failures = 0
-    for case in CASES:
-        print(case.config.name, *case[1:], flush=True)
-        failures += failed(run, case)
-    for case in KINDS_CASES:
-        print(case.config.name, *case[1:], flush=True)
-        failures += failed(run_kind, case)
-    for case in QUANTIZED_CASES:
-        print(case.config.name, *case[1:], flush=True)
-        failures += failed(run_quantized, case)
-    for case in PACKED_CASES:
-        print(case.config.name, *case[1:], flush=True)
-        failures += failed(run_packed, case)
-    for config in (*all_grouped_configs(), *GROUPED_KINDS):
-        print(config.name, *GROUPS, flush=True)
-        failures += failed(run_groups, config)
-    for config in (config for tma_store in (True, False) for config in grouped_configs("k_offs", tma_store, True)):
-        print(config.name, flush=True)
-        failures += failed(run_gradients, config, "cuda", rows_of_gradients(config, tool))
-    for cast in CASTS:
-        print("casts of", *cast, flush=True)
-        failures += failed(run_casts, *cast)
-        failures += failed(run_transposed_casts, *cast)
-        failures += failed(run_casts_both, *cast)
-    for cast in ROWS:
-        print("casts of rows of", *cast, flush=True)
-        failures += failed(run_casts_of_rows, *cast)
-    for sizes in NORMS:
-        print("norms of", *sizes, flush=True)
-        failures += failed(run_norms, *sizes)
-    for sizes in THIN:
-        print("thin products of", *sizes, flush=True)
-        failures += failed(run_thin, *sizes)
-    for sizes in LOGITS:
-        print("logits of", *sizes, flush=True)
-        failures += failed(run_logits, *sizes)
+    for run_, *arguments in jobs(tool):
+        print(run_.__name__, *arguments, flush=True)
+        failures += failed(run_, *arguments)
     return 1 if failures else 0
 
 

@@ -205,11 +205,8 @@ def test_plan_sees_weights_written_in_place():
         ((60, 7, 5), {"call": "fp8_wgrad"}, "dy's row stride must be a multiple of 16 bytes"),
         ((5, 7, 128), {"call": "scaled_gemm", "dtype": torch.int8}, None),
         ((96, 7, 128), {"call": "scaled_grouped_gemm", "grouping": "counts", "groups": 2}, None),
-        (
-            (5, 7, 128),
-            {"call": "grouped_gemm"},
-            "call is 'grouped_gemm'; with grouping 'none' pass one of fp8_gemm, gemm",
-        ),
+        ((5, 7, 128), {"call": "grouped_gemm"},
+         "call is 'grouped_gemm'; with grouping 'none' pass one of fp8_gemm, gemm"),
         ((5, 7, 128), {"call": "combine"}, "call is 'combine'"),
         ((5, 7, 128), {"call": ["gemm"]}, "call is ['gemm']"),
         ((5, 7, 128), {"call": "fp8_linear", "dtype": []}, "operands are []; supported is"),
@@ -226,7 +223,7 @@ def test_plan_sees_weights_written_in_place():
         ((5, 32, 112), {"dtype": "fp4"}, "operands are fp4; supported is"),
         ((5, 32, 112), {"dtype": "blocks", "call": "fp8_gemm"}, "operands are blocks; fp8_gemm takes"),
     ],
-)
+)  # fmt: skip
 def test_supports(sizes, keywords, reason):
     supported, text = supports(*sizes, **keywords)
     assert supported == (reason is None)

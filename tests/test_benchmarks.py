@@ -49,7 +49,6 @@ from benchmarks.shapes import (  # noqa: E402
     select_shapes,
 )
 from deep_tile import cast  # noqa: E402
-from deep_tile.config import GemmConfig  # noqa: E402
 from deep_tile.kinds import KINDS, LAYOUTS  # noqa: E402
 from deep_tile.method import report as report_of_package  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
@@ -121,17 +120,6 @@ def test_contestants_compute_what_they_are_held_against(name):
     output = PEERS[name].prepare(inputs)()
     assert (output.dtype, tuple(output.shape)) == (torch.bfloat16, (SMALL.m, SMALL.n))
     assert relative_error(output, getattr(inputs, PEERS[name].expected)) < MAX_RELATIVE_ERROR
-
-
-def test_inputs_are_reproducible_and_differ_between_shapes():
-    first, again, other = (Inputs(shape, device="cpu") for shape in (SMALL, SMALL, Shape(32, 160, 288)))
-    assert torch.equal(first.a_bf16, again.a_bf16)
-    assert not torch.equal(first.a_bf16, other.a_bf16[:, : SMALL.k])
-
-
-def test_block_wise_refuses_one_row():
-    with pytest.raises(ValueError, match="m = 1"):
-        PEERS["cublaslt_block"].prepare(Inputs(Shape(1, 128, 128), device="cpu"))
 
 
 def test_block_wise_scales_are_laid_out_for_cublaslt(monkeypatch):
@@ -234,23 +222,6 @@ def test_bench_fails_when_deep_tile_is_wrong_or_absent(without_gpu, monkeypatch,
     assert "no such kernel" in caplog.text
 
 
-def test_bench_times_named_configs(without_gpu, tmp_path):
-    name, out = default_configs()[0].name, tmp_path / "result.json"
-    bench_gemm.main(["--shapes", str(SMALL), "--peers", "deep_tile", "--configs", name, "--out", str(out)])
-    assert set(report.contestants(store.load(out))) == {"deep_tile", name}
-
-
-@pytest.mark.parametrize("arguments", [["--peers", "cublas"], ["--configs", "fp8_gemm_1x1"]])
-def test_bench_refuses_unknown_names(without_gpu, arguments):
-    with pytest.raises(ValueError, match="unknown"):
-        bench_gemm.main(["--shapes", str(SMALL), *arguments])
-
-
-def test_timing_summary():
-    timed = timing.Timing.of([float(us) for us in range(1, 12)])
-    assert (timed.p10_us, timed.us, timed.p90_us) == (2, 6, 10)
-
-
 def test_published_means_are_those_of_the_design():
     """DeepGEMM's time: 1.10, 1.10, 1.07 of cuBLASLt tensor-wise fast, and 1.24, 1.31, 1.19 of the estimate."""
     means = report.all_means(made_up_run())
@@ -282,16 +253,6 @@ def test_what_holds_no_results_is_refused(tmp_path, capsys, option, text):
     with pytest.raises(SystemExit):
         bench_gemm.main([*option, str(path)])
     assert "cannot be read" in (said := capsys.readouterr().err) or "holds no results" in said
-
-
-def test_saved_files_have_a_line_per_entry(tmp_path):
-    path = tmp_path / "any.json"
-    store.save(path, {"gpu": "none", "us": {"1x2x3": {"a": 10.123456789, "b": 2}}, "casts": [{"us": 1.5}, 7], "no": []})
-    assert path.read_text() == (
-        '{\n "gpu": "none",\n "us": {\n  "1x2x3": {"a": 10.1235, "b": 2}\n },\n'
-        ' "casts": [\n  {"us": 1.5},\n  7\n ],\n "no": []\n}\n'
-    )
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("path", sorted(store.FOLDER.glob("*.json")), ids=lambda path: path.name)
@@ -457,12 +418,6 @@ def test_searches_are_averaged():
     assert found["1x2x3"]["c"] == pytest.approx(20)
 
 
-def test_narrow_tiles_are_searched_where_wide_ones_leave_sms_idle():
-    narrow = GemmConfig(64, 128, 8, split_k=2)
-    assert all(search.plausible(narrow, shape) for shape in NARROW_N)
-    assert not search.plausible(narrow, Shape(4096, 4096, 7168))
-
-
 def test_chains_are_of_the_same_contenders_for_all_shapes_of_a_bucket(tmp_path, monkeypatch):
     searched = {
         "1x4096x512": {"a": 10.0, "b": 10.2, "c": 12.0},
@@ -598,14 +553,6 @@ def test_same_code_lists_kernels_that_differ(two_trees, capfd):
     assert last == (f"{casts + 4} kernels: {casts - 1} equal by text, 3 equal by code, 1 different, 1 in one tree only")
 
 
-def test_same_code_finds_a_tree_like_itself(two_trees, capfd):
-    assert same_code.compare(two_trees[0], two_trees[0]) == 0
-    kernels = len(cast.all_kernels()) + 3
-    assert capfd.readouterr().out == (
-        f"{kernels} kernels: {kernels} equal by text, 0 equal by code, 0 different, 0 in one tree only\n"
-    )
-
-
 def test_same_code_fails_where_a_tree_cannot_make_its_own_kernels(two_trees):
     (two_trees[1] / "tests" / "default_kernels.py").write_text(LIST_OF_KERNELS.format(columns=(48,)))
     with pytest.raises(subprocess.CalledProcessError):
@@ -665,21 +612,6 @@ def test_unseen_shapes_are_drawn_by_their_seed():
     assert min(shape.m for shape in drawn) < 5 and 8192 < max(shape.m for shape in drawn) <= bench_unseen.MOST_TOKENS
     above = {shape.m for shape in bench_unseen.draw(3, 400, above=64)}
     assert above <= set(range(129, 1026, 64)) and {129, 1025} <= above
-
-
-@pytest.mark.usefixtures("without_gpu")
-def test_unseen_shapes_are_measured_until_the_time_is_over(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench_unseen, "is_available", lambda: (True, "made up"))
-    monkeypatch.setattr(bench_unseen, "describe_run", lambda: {"gpu": "none", "date": "2026-11-21"})
-    monkeypatch.setattr(bench_unseen, "LAYERS", ((160, 272), (136, 144)))
-    monkeypatch.setattr(bench_unseen, "MOST_TOKENS", 40)
-    out = tmp_path / "unseen.json"
-    assert bench_unseen.main(["--seed", "5", "--count", "3", "--out", str(out)]) == 0
-    run = store.load(out)
-    assert (run["meta"]["seed"], run["meta"]["scale_layout"], len(run["shapes"])) == (5, "m_aligned", 3)
-    assert "m<=128" in capsys.readouterr().out
-    assert bench_unseen.main(["--seed", "5", "--count", "3", "--seconds", "0", "--out", str(out)]) == 0
-    assert store.load(out)["shapes"] == []
 
 
 def test_unseen_choices_are_held_against_every_config():

@@ -270,11 +270,8 @@ BAD = [
     (_bad(format="fp8_64x64"), ValueError, "format is 'fp8_64x64'; use one of 'fp8_128x128', 'fp8_32x32'"),
     (_bad(format="mxfp8"), ValueError, r"format 'mxfp8' has a weight of .*for each 1 x 32 elements, here \[256, 16\]"),
     (_bad(format="mxfp4"), ValueError, "has a weight of e2m1, two in a byte"),
-    (
-        _bad((128, 64), (128, 4), torch.uint8, torch.bfloat16),
-        ValueError,
-        "do not say which.*Pass format='mxfp4' or format='int4_32'$",
-    ),
+    (_bad((128, 64), (128, 4), torch.uint8, torch.bfloat16), ValueError,
+     "do not say which.*Pass format='mxfp4' or format='int4_32'$"),
     (_bad((128, 8), (128, 1), torch.uint8, torch.uint8), ValueError, "Pass format='mxfp4' or format='nvfp4'"),
     (_bad((256, 512), (8, 16), torch.uint8), ValueError, "Where its bytes are FP8, pass weight.view"),
     (_bad((256, 512), (256, 1), torch.int8), ValueError, "INT8 is multiplied by deep_tile.scaled_gemm"),
@@ -308,7 +305,7 @@ BAD = [
     (_bad(out=torch.zeros(512, 256).to(FP8_DTYPE).t()), ValueError, "rows of out must be dense"),
     (_bad(scale_out=torch.zeros(8, 16)), ValueError, r"scale_out has shape .* must be \[2, 4\]"),
     (_bad(scale_out=torch.zeros(2, 4, requires_grad=True)), RuntimeError, "scale_out requires a gradient"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), BAD, ids=lambda value: value if isinstance(value, str) else "")

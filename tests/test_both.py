@@ -1,18 +1,16 @@
-"""`cast_both`, `cast_weight` and `transpose_fp8`: results, traced calls and refusals, on the CPU.
+"""`cast_both` and `cast_weight`: definitions, and names of results.
 
-Bits are in test_drawn_casts.py and test_both_gpu.py, the kernels' without a GPU in test_cast_kernels.py.
+Bits are in test_drawn_casts.py and test_both_gpu.py, the kernels' without a GPU in test_cast_kernels.py, traced calls
+in test_modes.py and refusals in bad_calls.py.
 """
 
-import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deep_tile import (
     cast_both,
     cast_weight,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
-    transpose_fp8,
     transposed_cast_to_fp8,
 )
 from deep_tile.both import CastBoth, CastWeight
@@ -43,87 +41,3 @@ def test_results_have_names():
         made = cast_weight(w)
         assert type(made) is CastWeight and made.bt_scale.shape == (*w.shape[:-2], 3, 2)
         assert made.bt_scale.data_ptr() == made.b_scale.data_ptr()
-
-
-# ---- traced
-
-CALLS = {
-    "cast_both": lambda x: cast_both(x, round_scale="pow2"),
-    "cast_both of blocks": lambda x: cast_both(x, blocks=True, exact="reciprocal"),
-    "cast_both of rows": lambda x: cast_both(x, rows=torch.arange(5, dtype=torch.int32, device=x.device)),
-    "cast_weight": lambda x: cast_weight(x, amax_floor=1e-3),
-    "cast_weight of experts": lambda x: cast_weight(x[None] * 2),
-    "transpose_fp8": lambda x: (transpose_fp8(x.to(FP8_DTYPE)),),
-}
-EACH_CALL = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-
-
-def strides_of(made):
-    return [(x.shape, x.dtype, x.stride()) for x in made]
-
-
-@EACH_CALL
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5, 0), (130, 264), (7, 33)], ids=str)
-def test_fakes_are_laid_out_as_real_ones(call, shape):
-    x = torch.randn(shape).bfloat16()
-    if "rows" in str(call) and not len(x):
-        pytest.skip("no row to choose")
-    wanted = strides_of(call(x))
-    with FakeTensorMode() as mode:
-        assert strides_of(call(mode.from_tensor(x))) == wanted
-    assert strides_of(call(x.to("meta"))) == wanted
-
-
-# ---- refused
-
-X, CODES = torch.ones(130, 264), torch.ones(130, 264).to(FP8_DTYPE)
-OFFS = torch.tensor([100, 130], dtype=torch.int32)
-WRONG = {
-    "both of integers": (lambda: cast_both(X.int()), TypeError, "x is a tensor of int32; the cast takes"),
-    "both of a list": (lambda: cast_both([1.0]), TypeError, "x is a .*list"),
-    "both of FP8": (lambda: cast_both(CODES), TypeError, "x is a tensor of float8_e4m3fn"),
-    "both of three": (lambda: cast_both(X[None]), ValueError, r"x has shape \[1, 130, 264\]; it must be \[s, k\]"),
-    "both of one": (lambda: cast_both(X[0]), ValueError, r"x has shape \[264\]"),
-    "both, alignment": (lambda: cast_both(X, alignment=64), ValueError, "alignment is 64; .*power of two"),
-    "both, floor": (lambda: cast_both(X, amax_floor=-1), ValueError, "amax_floor is -1"),
-    "both, offs": (lambda: cast_both(X, offs=OFFS.long()), TypeError, "offs is a tensor of int64"),
-    "both, rows": (lambda: cast_both(X, rows=X[0]), TypeError, "rows is a tensor of float32"),
-    "both, blocks": (lambda: cast_both(X, blocks=1), TypeError, "blocks is 1, of type int; pass True or False"),
-    "both, blocks of groups": (
-        lambda: cast_both(X, blocks=True, offs=OFFS),
-        ValueError,
-        "blocks is given together with",
-    ),
-    "both, gradient": (
-        lambda: cast_both(X.clone().requires_grad_()),
-        RuntimeError,
-        "cast_both has none: .*pass x.detach",
-    ),
-    "weight of FP8": (lambda: cast_weight(CODES), TypeError, "w is a tensor of float8_e4m3fn"),
-    "weight of four": (lambda: cast_weight(X[None, None]), ValueError, r"w has shape .*\[g, n, k\].*\.view\(\) it so"),
-    "weight of one": (lambda: cast_weight(X[0]), ValueError, r"w has shape \[264\]"),
-    "weight of none": (lambda: cast_weight(None), TypeError, "w is a .*NoneType"),
-    "weight, exact": (lambda: cast_weight(X, exact="no"), ValueError, "exact is 'no'; use"),
-    "weight, round_scale": (lambda: cast_weight(X, round_scale=2), ValueError, "round_scale is 2; use"),
-    "bytes of BF16": (lambda: transpose_fp8(X.bfloat16()), TypeError, "x is a tensor of bfloat16"),
-    "bytes of one": (lambda: transpose_fp8(CODES[0]), ValueError, r"x has shape \[264\]; it must be \[n, k\]"),
-    "bytes of a number": (lambda: transpose_fp8(1), TypeError, "x is a .*int"),
-    "both, sparse": (lambda: cast_both(X.to_sparse()), TypeError, "x is .*sparse"),
-    "weight, sparse": (lambda: cast_weight(X.to_sparse()), TypeError, "w is .*sparse"),
-    "bytes, sparse": (lambda: transpose_fp8(X.char().to_sparse()), TypeError, "x is .*sparse"),
-}
-
-
-@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
-def test_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_weights_that_are_trained_are_cast():
-    w = torch.nn.Parameter(X.clone())
-    made = cast_weight(w)
-    assert not any(each.requires_grad for each in made)
-    assert_same(made, of_weight(w.detach()))
-    with torch.no_grad():
-        assert_same(cast_both(w), joined(w.detach()))

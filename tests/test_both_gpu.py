@@ -8,7 +8,6 @@ from test_drawn_casts import check_draws
 from test_quantize import codes, wide_matrix
 
 from deep_tile import cast_both, cast_weight, transpose_fp8
-from deep_tile.quantize import FP8_DTYPE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("guarded_results")]
 
@@ -46,43 +45,6 @@ def test_groups(offs, columns):
     for row in written.nonzero().flatten().tolist():
         assert_as_on_cpu((made.a[row],), (wanted.a[row],))
         assert torch.equal(made.a_scale[row].cpu(), wanted.a_scale[row])
-
-
-CALLS = {
-    "cast_both": cast_both,
-    "cast_both of blocks": lambda x: cast_both(x, blocks=True),
-    "cast_weight": cast_weight,
-    "transpose_fp8": lambda x: (transpose_fp8(x.to(FP8_DTYPE)),),
-}
-EACH_CALL = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-
-
-@EACH_CALL
-def test_in_a_graph(call):
-    x = torch.zeros(300, 264, dtype=torch.bfloat16, device="cuda")
-    call(x)  # loads the kernel
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = call(x)
-    for _ in range(3):
-        x.copy_(torch.randn_like(x) * 100)
-        graph.replay()
-        assert_as_on_cpu(made, call(x))
-
-
-@EACH_CALL
-def test_on_another_stream(call):
-    """The input is ready on its own stream alone."""
-    ready, late = torch.randn(300, 264, device="cuda").bfloat16(), torch.zeros(300, 264, device="cuda").bfloat16()
-    wanted = call(ready)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
-        late.copy_(ready)
-        made = call(late)
-    stream.synchronize()
-    assert_as_on_cpu(made, wanted)
 
 
 def test_large():

@@ -58,7 +58,6 @@ pytestmark = pytest.mark.about(
 )
 
 
-CASTS = {1: per_token_cast_to_fp8, 128: per_block_cast_to_fp8}
 DTYPES = {source: dtype for dtype, source in quantize.KERNEL_SOURCES.items()}
 ASSEMBLY = {
     r'asm\("max\.u16x2 .*?;" : "=r"\(larger\) : "r"\(a\), "r"\(b\)\);': "larger = host_max_u16x2(a, b);",

@@ -9,28 +9,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import ACCUMULATION, Exact, GuardedOut, Operands, assert_accurate, exact_product, make_operands
+from test_compat_names import SERVED
 
 from deep_tile import fp8_wgrad, per_token_cast_to_fp8
 from deep_tile.compat import deep_gemm, indexer, process
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-DENSE = [
-    *("fp8_gemm_nt", "get_mn_major_tma_aligned_tensor", "transform_sf_into_required_layout", "get_num_sms"),
-    *("set_num_sms", "set_pdl", "fp8_fp4_gemm_nt", "gemm_fp8_fp8_bf16_nt", "get_col_major_tma_aligned_tensor"),
-]
-GROUPED = [
-    *("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"),
-    *("m_grouped_fp8_fp4_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_masked", "fp8_einsum"),
-    *("m_grouped_gemm_fp8_fp8_bf16_nt_contiguous", "m_grouped_gemm_fp8_fp8_bf16_nt_masked"),
-    *("get_mk_alignment_for_contiguous_layout", "set_mk_alignment_for_contiguous_layout"),
-    *("get_theoretical_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout"),
-]
-TRAINING = ["k_grouped_fp8_gemm_nt_contiguous", "per_channel_cast_to_fp8"]
-BF16 = [
-    *("bf16_gemm_nt", "bf16_gemm_nn", "bf16_gemm_tn", "bf16_gemm_tt", "m_grouped_bf16_gemm_nt_contiguous"),
-    *("m_grouped_bf16_gemm_nn_contiguous", "m_grouped_bf16_gemm_nt_masked", "k_grouped_bf16_gemm_tn_contiguous"),
-]
 ABSENT = [
     *("k_grouped_fp8_gemm_tn_contiguous", "fp8_mega_moe"),
     *("get_mn_major_tma_aligned_packed_ue8m0_tensor", "pack_ue8m0_to_int"),
@@ -371,7 +356,7 @@ def test_sizes():
 def test_engines_find_it(installed):
     """Engines look for a module spec, then for names; missing names count as unavailable."""
     assert importlib.util.find_spec("deep_gemm") is not None
-    assert [name for name in DENSE + GROUPED + TRAINING + BF16 if getattr(installed, name, None) is None] == []
+    assert [name for name in SERVED if getattr(installed, name, None) is None] == []
     assert [name for name in ABSENT if hasattr(installed, name)] == []
     deep_gemm.install()
     assert sys.modules["deep_gemm"] is installed

@@ -53,21 +53,17 @@ def legal_configs():
         ({"store_buffers": 11}, "store_buffers is 11; supported are 1 to 10"),
         ({"block_m": 256, "block_n": 160}, "160 accumulators and 40 of one K block exceed the 192 registers"),
         ({"transposed": True}, "transposed is True; products are transposed without scales, and with results of 16"),
-        (
-            {"transposed": True, "kind": "int8_unscaled"},
-            "transposed is True; .* without scales, and with results of 16",
-        ),
+        ({"transposed": True, "kind": "int8_unscaled"},
+         "transposed is True; .* without scales, and with results of 16"),
         ({"transposed": True, "kind": "bf16", "output": "fp32"}, "transposed is True; .* with results of 16 bits"),
         ({"transposed": True, "kind": "bf16", "tma_store": False}, "transposed is True; it is stored by TMA, without"),
         ({"transposed": True, "kind": "bf16", "accumulate": True}, "transposed is True; .* and accumulation"),
-        (
-            {"transposed": True, "kind": "bf16", "bias": "bf16"},
-            "transposed is True; .* without groups, bias, activation",
-        ),
+        ({"transposed": True, "kind": "bf16", "bias": "bf16"},
+         "transposed is True; .* without groups, bias, activation"),
         ({"transposed": True, "kind": "bf16", "grouping": "offs"}, "transposed is True; .* without groups"),
         ({"stages": 8}, f"bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES}"),
     ],
-)
+)  # fmt: skip
 def test_each_rule_refuses_and_says_why(arguments, message):
     with pytest.raises(ValueError, match=message):
         GemmConfig(**{"block_m": 128, "block_n": 128, "stages": 4, **arguments})

@@ -32,9 +32,7 @@ from deep_tile import (
     fp8_wgrad,
     gemm,
     int8_gemm,
-    per_token_cast_to_fp8,
     plan,
-    precompile,
     scaled_gemm,
 )
 from deep_tile.config import round_up
@@ -269,17 +267,6 @@ def test_the_selectors_own_choice_of_mixed_formats(kind, m):
         product.check(GuardedOut(m, n, device=DEVICE, stride=n + 5, offset=1))
 
 
-@pytest.mark.parametrize("family", ["fp8", "fp8_1x128", "fp8_rows"])
-def test_mixed_formats_give_the_bits_of_their_values(family):
-    """Mixed formats give the bits of numbers that both formats have."""
-    a, a_scale, b, b_scale = make_product(family, 300, 520, 1024, device=DEVICE).operands
-    coarse = [x.float().to(torch.float8_e5m2) for x in (a, b)]
-    fine = [x.float().to(torch.float8_e4m3fn) for x in coarse]
-    wanted = scaled_gemm(fine[0], a_scale, fine[1], b_scale)
-    for pair in ((coarse[0], fine[1]), (fine[0], coarse[1]), coarse):
-        assert same_bits(scaled_gemm(pair[0], a_scale, pair[1], b_scale), wanted)
-
-
 @pytest.mark.parametrize("m", [1, 64, 129, 1000])
 def test_gradients_of_weights_by_the_selectors_own_choice(m):
     for n, k in ((1, 1), (24, 63), (136, 128), (576, 1001), (2112, 7168)):
@@ -299,25 +286,6 @@ def test_scales_of_columns_are_as_accurate_as_scales_of_blocks():
     ours = scaled_gemm(a, a_scale, b, of_rows, batch_invariant=True)
     exact = exact_product(Operands(a, a_scale, b, b_scale)).value
     assert relative_error(ours, exact) <= 1.02 * relative_error(fp8_gemm(a, a_scale, b, b_scale), exact)
-
-
-def test_gradients_in_a_graph_are_added_once_each_replay():
-    product = make_product("fp8_1x128", 200, 264, 640, device=DEVICE)
-    guarded = GuardedOut(200, 264, device=DEVICE, dtype=torch.float32)
-    guarded.out.zero_()
-    precompile([(264, 640, 200)], kind="fp8_1x128", out_dtype=torch.float32, accumulate=True)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            fp8_wgrad(*product.operands, guarded.out)
-    assert not guarded.out.any()
-    for replays in (1, 2, 3):
-        graph.replay()
-        torch.cuda.synchronize()
-        guarded.assert_guards_intact()
-        exact = product.exact._replace(value=replays * product.exact.value, spread=replays * product.exact.spread)
-        assert_accurate(guarded.out, exact, product.accumulation, product.relative_error)
 
 
 def test_chains_of_gradients_into_one_out():
@@ -454,40 +422,6 @@ def test_layouts_make_the_same_sums(layout):
 
 
 @pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)
-@pytest.mark.parametrize("sizes", [(5, 24, 64), (130, 264, 200), (300, 131, 1001), (1, 1, 8), (1000, 2112, 576)])
-@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
-def test_gradients(dtype, sizes, out_dtype):
-    """The reference multiplies exact operands in float64. The gradient of an FP32 output is rounded to the operands'
-    dtype."""
-    m, n, k = sizes
-    a, b = (x.requires_grad_() for x in make_dense_operands(m, n, k, dtype, device=DEVICE))
-    bias = torch.randn(n, device=DEVICE, requires_grad=True)
-    out = gemm(a, b, bias=bias, out_dtype=out_dtype)
-    grad = torch.randn_like(out)
-    of_a, of_b, of_bias = torch.autograd.grad(out, (a, b, bias), grad)
-    narrow = grad.to(dtype)
-    assert of_a.dtype == of_b.dtype == dtype and of_bias.dtype == torch.float32
-    assert_accurate(of_a, exact_dense_product(narrow, b.detach().t()), ACCUMULATION_WITHOUT_SCALES)
-    assert_accurate(of_b, exact_dense_product(narrow.t(), a.detach().t()), ACCUMULATION_WITHOUT_SCALES)
-    assert torch.allclose(of_bias, grad.sum(0, dtype=torch.float32))
-
-
-def test_gradients_under_compile():
-    a, b = (x.requires_grad_() for x in make_dense_operands(130, 264, 200, torch.bfloat16, device=DEVICE))
-    torch._dynamo.reset()
-
-    def loss(a, b):
-        return gemm(a, b, out_dtype=torch.float32).square().sum()
-
-    wanted = torch.autograd.grad(loss(a, b), (a, b))
-    compiled = torch.compile(loss, fullgraph=True)
-    for _ in range(2):
-        found = torch.autograd.grad(compiled(a, b), (a, b))
-        for one, other in zip(found, wanted, strict=True):
-            assert torch.allclose(one.float(), other.float(), rtol=2**-6, atol=2**-6 * other.abs().max().item())
-
-
-@pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)
 @pytest.mark.parametrize("shape", [(64, 2112, 7168), (300, 7168, 2048), (4096, 4096, 4096)])
 def test_as_accurate_as_torch(dtype, shape):
     a, b = make_dense_operands(*shape, dtype, device=DEVICE)
@@ -495,22 +429,6 @@ def test_as_accurate_as_torch(dtype, shape):
     ours, torchs = relative_error(gemm(a, b), exact), relative_error(a @ b.t(), exact)
     assert ours <= 2 * torchs
     assert relative_error(gemm(a, b, out_dtype=torch.float32), exact) <= 1e-5
-
-
-def test_allocates_what_it_is_not_given():
-    a, b = make_dense_operands(100, 72, 320, torch.float16, device=DEVICE)
-    out = gemm(a, b)
-    assert out.dtype == torch.float16 and out.shape == (100, 72) and out.is_contiguous()
-    assert_accurate(out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
-
-
-@pytest.mark.parametrize("sizes", [(0, 8, 16), (8, 0, 16), (5, 7, 0)])
-def test_empty_sizes(sizes):
-    m, n, k = sizes
-    guarded = GuardedOut(m, n, device=DEVICE)
-    gemm(torch.ones(m, k, device=DEVICE).bfloat16(), torch.ones(n, k, device=DEVICE).bfloat16(), guarded.out)
-    guarded.assert_guards_intact()
-    assert not guarded.out.any()
 
 
 @pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)
@@ -561,39 +479,6 @@ def test_fp16_results_that_are_too_large_are_infinite():
     assert (gemm(a, b, out_dtype=torch.float32) == 200.0 * 200 * 256).all()
 
 
-@pytest.mark.parametrize("shape", [(8, 2112, 7168), (128, 576, 7168), (512, 1536, 1024), (2048, 2048, 512)])
-def test_in_a_graph(shape):
-    m, n, k = shape
-    a, b = make_dense_operands(m, n, k, torch.bfloat16, device=DEVICE)
-    guarded = GuardedOut(m, n, device=DEVICE)
-    precompile([(n, k, m)], kind="bf16")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            gemm(a, b, guarded.out)
-    guarded.assert_untouched()
-    for _ in range(3):
-        a.copy_(torch.randn_like(a))
-        guarded.out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        guarded.assert_guards_intact()
-        assert_accurate(guarded.out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
-
-
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_a_capture_that_would_compile_is_refused(monkeypatch):
-    monkeypatch.setattr(plan, "_kernels", {})
-    a, b = make_dense_operands(40, 96, 72, torch.float16, device=DEVICE)
-    out = torch.empty(40, 96, device=DEVICE)
-    with (
-        pytest.raises(RuntimeError, match="call gemm once with these shapes"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        gemm(a, b, out)
-
-
 @pytest.mark.parametrize("has_epilogue", [False, True])
 @pytest.mark.parametrize("m", [4, 64, 200, 700])
 def test_chains_of_programmatic_launches(m, has_epilogue):
@@ -612,23 +497,6 @@ def test_chains_of_programmatic_launches(m, has_epilogue):
     for _ in range(30):
         assert same_bits(chain(pdl=True), alone)
         assert same_bits(chain(pdl=True, constant_weights=True), alone)
-
-
-def test_on_another_stream_and_beside_fp8():
-    """Two kinds of the same problem do not take each other's launches."""
-    from deep_tile import fp8_gemm, per_block_cast_to_fp8
-
-    a, b = make_dense_operands(256, 512, 1024, torch.bfloat16, device=DEVICE)
-    fp8 = (*per_token_cast_to_fp8(a), *per_block_cast_to_fp8(b))
-    exact = exact_dense_product(a, b)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            ours, other = gemm(a, b), fp8_gemm(*fp8)
-    stream.synchronize()
-    assert_accurate(ours, exact, ACCUMULATION_WITHOUT_SCALES)
-    assert 1e-2 < relative_error(other, exact.value) < 6e-2
 
 
 def test_configs_of_another_kind_are_refused_and_nothing_is_written():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import changes
 import pytest
 import ranks
 import torch
@@ -33,7 +34,7 @@ from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable, 
 WHOLE = Replicate()
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 OF_RANKS = pytest.mark.about(
-    *("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py", "deep_tile/distributed.py"),
+    *(*changes.OF_OPS, "deep_tile/distributed.py"),
     *("deep_tile/linear.py", "deep_tile/nn.py", "deep_tile/blocks.py", "deep_tile/train/*", "tests/ranks.py"),
 )
 
@@ -227,16 +228,10 @@ def test_experts_of_a_rank(device):
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        (
-            {"weight": torch.zeros(64, 256)},
-            TypeError,
-            "weight is torch.float32 .*re-base another format with deep_tile",
-        ),
-        (
-            {"scale": torch.ones(1, 1)},
-            ValueError,
-            r"scale torch.float32 \[1, 1\], first_row and first_column are \(64, 0",
-        ),
+        ({"weight": torch.zeros(64, 256)}, TypeError,
+         "weight is torch.float32 .*re-base another format with deep_tile"),
+        ({"scale": torch.ones(1, 1)}, ValueError,
+         r"scale torch.float32 \[1, 1\], first_row and first_column are \(64, 0"),
         ({"first_row": 128}, ValueError, "must be below 128"),
         ({"first_row": -1}, ValueError, "first_row is -1"),
         ({"first_column": 1.0}, TypeError, "first_column is 1.0"),
@@ -244,7 +239,7 @@ def test_experts_of_a_rank(device):
         ({"columns": "256"}, ValueError, "columns is '256'"),
         ({"weight": None}, TypeError, "weight must be a torch.Tensor"),
     ],
-)
+)  # fmt: skip
 def test_shards_that_do_not_fit(change, kind, message):
     good = {"weight": torch.zeros(128, 256).to(torch.float8_e4m3fn), "scale": torch.ones(2, 2), "first_row": 64}
     assert pad_shard(**good)[0].shape == (192, 256)

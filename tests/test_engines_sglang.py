@@ -376,6 +376,7 @@ def test_loaded_models_are_made_ready(monkeypatch, chunk, most, deterministic):
         chunked_prefill_size=chunk, max_prefill_tokens=16384, enable_deterministic_inference=deterministic
     )
     monkeypatch.setattr(hooks, "_settings", {"num_sms": None})
+    monkeypatch.setattr(hooks, "_ready", [])
     model = torch.nn.ModuleList(torch.nn.Identity() for _ in range(5))
     for layer, heads, head_dim in zip(model, (64, 64, 129, 64), (128, 128, 128, 576), strict=False):
         layer.index_topk, layer.n_heads, layer.head_dim = 2048, heads, head_dim
@@ -386,7 +387,17 @@ def test_loaded_models_are_made_ready(monkeypatch, chunk, most, deterministic):
         hooks.make_ready(None, runner)
     settings = {"batch_invariant": deterministic}
     assert asked[:2] == [((64, 128), {"paged": paged}) for paged in (False, True)]
-    assert asked[2:] == [((model, most), {"grouping": grouping} | settings) for grouping in ("offs", "counts")]
+
+    def compiled(num_sms):
+        options = {"num_sms": num_sms} | settings
+        return [((model, most), {"grouping": grouping} | options) for grouping in ("offs", "counts")]
+
+    assert asked[2:] == compiled(None)
+    del asked[:]
+    for is_captured in (True, False, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=is_captured: captured)
+        with hooks.configure_deep_gemm_num_sms(configure_deep_gemm_num_sms, 112):
+            assert asked == ([] if is_captured else compiled(112))
     multiplied = []
     monkeypatch.setattr(hooks.products, "fp8_linear", lambda *_, **options: multiplied.append(options))
     layer = layer_of(136, 272)

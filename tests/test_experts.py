@@ -7,7 +7,6 @@ without a GPU in test_cast_kernels.py.
 import pytest
 import torch
 from helpers import CHOICES, assert_silu_mul_cast, same_bits, some_choices
-from test_quantize import assert_same, random_matrix
 
 from deep_tile import cast as kernels
 from deep_tile import (
@@ -21,8 +20,6 @@ from deep_tile import (
     sort_by_expert,
     sources,
 )
-from deep_tile.config import ceil_div
-from deep_tile.quantize import FP8_DTYPE
 from deep_tile.select.hardware import H200
 from deep_tile.select.streaming import bytes_in_flight_needed
 
@@ -41,22 +38,6 @@ def formula(gate_up, limit=float("inf"), alpha=1.0, beta=0.0):
     gate, up = gate_up.cpu().double().chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate / (1 + (-alpha * gate).exp()) * (up + beta)
-
-
-def poisoned(*shape, device="cpu"):
-    """`out` and `scale_out` that show where they are written."""
-    out = torch.full(shape, 7.0).to(FP8_DTYPE).to(device)
-    return {"out": out, "scale_out": torch.full((*shape[:-1], ceil_div(shape[-1], 128)), 7.0, device=device)}
-
-
-def assert_dead(targets, dead):
-    """Assert that the rows in `dead` were not written."""
-    for target in targets.values():
-        assert (target.cpu().float().flatten(0, -2)[dead] == 7).all()
-
-
-def int32(*values, device="cpu"):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 # ---- silu_mul
@@ -104,11 +85,6 @@ def test_limits_hold_before_all_else(device):
     assert_silu_mul_cast(bounded, quantized, scale, alpha=0.01, amax_floor=1.0)
 
 
-# ---- dead rows
-
-# ---- rows by an index
-
-
 # ---- combine
 
 
@@ -131,31 +107,6 @@ def test_weights_of_rows_that_do_not_exist_mean_nothing(device, number):
     assert (out[0] == 1).all() and (out[1] == 0).all()
 
 
-@pytest.mark.gpu
-def test_captured_sums_follow_the_index():
-    x, weights = torch.randn(50, 264, device="cuda").bfloat16(), torch.rand(20, 4, device="cuda")
-    index, out = torch.zeros(20, 4, dtype=torch.int32, device="cuda"), torch.zeros(20, 264, device="cuda").bfloat16()
-    combine(x, weights, index, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        combine(x, weights, index, out)
-    index.copy_(torch.randint(-1, 50, (20, 4)))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out.cpu(), combine(x.cpu(), weights.cpu(), index.cpu()))
-    assert kernels.is_loaded(kernels.COMBINE, torch.cuda.current_device())
-
-
-@pytest.mark.gpu
-def test_capture_refuses_a_sum_whose_kernel_is_not_loaded(monkeypatch):
-    monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(experts.COMBINE, "launches", {})
-    x, index = torch.ones(4, 8, device="cuda").bfloat16(), torch.zeros(2, 2, dtype=torch.int32, device="cuda")
-    weights = torch.ones(2, 2, device="cuda")
-    with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        combine(x, weights, index)
-
-
 def test_enough_reads_are_under_way():
     needed, _ = bytes_in_flight_needed(H200)
     kernel, grid = kernels.choose_combine(4096, 7168, H200.num_sms)
@@ -168,40 +119,14 @@ def test_enough_reads_are_under_way():
 
 
 @pytest.mark.gpu
-def test_graphs_follow_the_lists():
-    """A graph reads the lists when it is replayed."""
-    gate_up, offs = gates_and_ups(130, 264, device="cuda"), int32(100, device="cuda")
-    rows, x = torch.randint(0, 130, (50,), device="cuda"), random_matrix(130, 264).cuda()
-    targets, listed = poisoned(130, 264, device="cuda"), poisoned(50, 264, device="cuda")
-
-    def step():
-        silu_mul_cast_to_fp8(gate_up, offs=offs, **targets)
-        per_token_cast_to_fp8(x, rows=rows, **listed)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for live in (40, 0, 130):
-        for target in targets.values():
-            target.copy_(torch.full_like(target, 7.0, dtype=torch.float32))
-        offs.fill_(live)
-        rows.copy_(torch.randint(0, 130, (50,)))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_silu_mul_cast(gate_up, *targets.values(), slice(live))
-        assert_dead(targets, slice(live, None))
-        assert_same([y.cpu() for y in listed.values()], per_token_cast_to_fp8(x.cpu()[rows.cpu()]))
-
-
-@pytest.mark.gpu
 def test_kernels_are_what_runs():
     device = torch.cuda.current_device()
     x, rows = torch.zeros(4, 256, device="cuda", dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int32, device="cuda")
     silu_mul_cast_to_fp8(x)
     per_token_cast_to_fp8(x, rows=rows)
-    for what in ("silu_mul", "listed"):
-        assert kernels.is_loaded(kernels.choose(1, "bf16", 4, 128, 132, what)[0], device)
+    combine(x, torch.ones(2, 2, device="cuda"), torch.zeros(2, 2, dtype=torch.int32, device="cuda"))
+    of_rows = (kernels.choose(1, "bf16", 4, 128, 132, what)[0] for what in ("silu_mul", "listed"))
+    assert all(kernels.is_loaded(kernel, device) for kernel in (*of_rows, kernels.COMBINE))
 
 
 @pytest.mark.gpu
@@ -214,14 +139,6 @@ def test_large_groups_with_few_rows():
     quantized, scale = silu_mul_cast_to_fp8(gate_up, counts=counts)
     lives = torch.arange(3) < counts.cpu()[:, None]
     assert_silu_mul_cast(*(y[:, :3] for y in (gate_up, quantized, scale)), lives.flatten())
-
-
-@pytest.mark.gpu
-def test_capture_refuses_a_kernel_that_is_not_loaded(monkeypatch):
-    monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(experts.SILU_MUL_CAST, "launches", {})
-    with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        silu_mul_cast_to_fp8(torch.zeros(4, 256, device="cuda", dtype=torch.bfloat16))
 
 
 # ---- sort_by_expert
@@ -258,24 +175,6 @@ def test_a_bad_alignment_of_experts_is_refused():
     for alignment in (0, 3, 2048, 128.0, True):
         with pytest.raises(ValueError, match="alignment is .*power of two from 1 to 1024"):
             sort_by_expert(torch.zeros(3, 2).long(), 4, alignment=alignment)
-
-
-@pytest.mark.gpu
-def test_sorting_can_be_captured():
-    chosen = torch.randint(16, (300, 4), device="cuda")
-    sort_by_expert(chosen, 16)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = sort_by_expert(chosen, 16)
-    for _ in range(2):
-        chosen.copy_(torch.randint(-1, 17, (300, 4), device="cuda"))
-        graph.replay()
-        alive = (chosen >= 0) & (chosen < 16)
-        assert torch.equal(found.index >= 0, alive)
-        assert torch.equal(found.offs.cpu().long(), torch.bincount(chosen[alive].cpu(), minlength=16).cumsum(0))
-        token = torch.arange(300, device="cuda")[:, None].expand(-1, 4)
-        assert torch.equal(found.rows[found.index[alive]], token[alive])
 
 
 @pytest.fixture
@@ -362,15 +261,6 @@ def test_streams_sort_at_once(sorts_by_kernel):
     torch.cuda.synchronize()
     for routing, one in found:
         assert_sorted(routing, one, 128)
-
-
-@pytest.mark.gpu
-def test_capture_refuses_a_sort_whose_kernel_is_not_loaded(monkeypatch):
-    monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(experts.SORT_BY_EXPERT, "launches", {})
-    chosen = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
-    with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        sort_by_expert(chosen, 4)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import changes
 import pytest
 
 import deep_tile
@@ -19,14 +20,7 @@ from deep_tile.select.groups import grouped_configs
 from deep_tile.select.hardware import H200, PRESETS
 from deep_tile.tools import cli
 
-pytestmark = pytest.mark.about(
-    "deep_tile/method/*",
-    "deep_tile/tools/*",
-    "deep_tile/select/*",
-    "deep_tile/walls.py",
-    "deep_tile/config.py",
-    "deep_tile/kinds.py",
-)
+pytestmark = pytest.mark.about(*changes.OF_EXPLANATIONS)
 
 ROOT = Path(__file__).resolve().parent.parent
 

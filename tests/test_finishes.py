@@ -15,7 +15,6 @@ from deep_tile.select.defaults import default_configs
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 FINISHES = [(bias, activation) for bias in BIASES for activation in ACTIVATIONS]
-NAMES = [name for name in ACTIVATIONS if name != "none"]
 
 each_kind = pytest.mark.parametrize("kind", FAMILIES)
 
@@ -91,14 +90,11 @@ REFUSED = [
     ({"activation": ["relu"]}, TypeError, r"activation is \['relu'\], of type list; pass a name"),
     ({"activation": torch.relu}, TypeError, "activation is .* pass a name"),
     ({"activation": "swiglu"}, ValueError, r"out must have shape \[m, n / 2\] = \(9, 24\); got \(9, 48\)"),
-    (
-        {"activation": "swiglu", "out": None, "out_dtype": torch.bfloat16, "b": 40, "bias": None},
-        ValueError,
-        "'swiglu' and n is 40.*interleave_gate",
-    ),
+    ({"activation": "swiglu", "out": None, "out_dtype": torch.bfloat16, "b": 40, "bias": None}, ValueError,
+     "'swiglu' and n is 40.*interleave_gate"),
     ({"out": torch.ones(9, 48).double()}, TypeError, "out must be one of.*float64"),
     ({"out": torch.ones(9, 48), "out_dtype": torch.float16}, TypeError, "leave out_dtype out"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("finish", [{"bias": torch.ones(24)}, {"activation": "relu"}], ids=str)

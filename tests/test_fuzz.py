@@ -65,17 +65,12 @@ FUZZERS = {
     "kinds": (fuzz_kinds, "11", 12, ("--configs", "4"), {"USUAL": SMALL_KINDS}),
     "casts": (fuzz_casts, "5", 12, (), {"USUAL": fuzz_casts.Sizes(40, 300, 1 << 13), "_POOL": 1 << 18}),
     "groups": (fuzz_groups, "11", 2, (), {}),
-    "formats": (
-        fuzz_formats,
-        "3",
-        12,
-        ("--configs", "6"),
-        {"SIZES": (1, 32, 129, 200), "PRODUCTS": 3, "GROUPS": (0, 3), "ROWS": 40, "UNITS": (1, 9)},
-    ),
+    "formats": (fuzz_formats, "3", 12, ("--configs", "6"),
+                {"SIZES": (1, 32, 129, 200), "PRODUCTS": 3, "GROUPS": (0, 3), "ROWS": 40, "UNITS": (1, 9)}),
     "thin": (fuzz_thin, "3", 8, (), {"SIZES": (1, 24, 33), "LENGTHS": (8, 65, 520)}),
     "logits": (fuzz_logits, "3", 10, (), {}),
     "train": (fuzz_train, "5", 6, (), {}),
-}
+}  # fmt: skip
 """Each fuzzer's module, a seed, rounds, options, and settings that make its products small."""
 
 
@@ -229,12 +224,8 @@ FOUND = {
     "groups: an element": (fuzz_groups, "multiply", "values", lambda _, given: to_living(given, math.inf)),
     "groups: changing": (fuzz_groups, "multiply", "repeated", lambda _, given: to_living(given, next(TURNS))),
     "groups: before out": (fuzz_groups, "multiply", "stray", lambda _, given: beside(given[2], -1)),
-    "formats: an element": (
-        deep_tile,
-        "to_blocks",
-        "element",
-        lambda made, _: first(bits(made.weight)).bitwise_xor_(1),
-    ),
+    "formats: an element": (deep_tile, "to_blocks", "element",
+                            lambda made, _: first(bits(made.weight)).bitwise_xor_(1)),
     "formats: a scale": (deep_tile, "to_blocks", "element", lambda made, _: made.scale.mul_(2)),
     "formats: a product": (deep_tile, "packed_gemm", "values", lambda made, _: made[..., -1:].add_(1000)),
     "formats: before a product": (deep_tile, "packed_gemm", "guards", lambda made, _: beside(made, -1)),
@@ -251,7 +242,7 @@ FOUND = {
             ("a byte behind", "guards", lambda _, given: [beside(out, out.numel(), 0) for out in given[2:3]]),
         )
     },
-}
+}  # fmt: skip
 """The function after which a fault occurs, the kind of finding, and the fault."""
 
 

@@ -381,63 +381,7 @@ def test_bits_repeat_over_100_runs(m, n, k, config):
 # CUDA graphs.
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(3, 576, 7168), (500, 1000, 520)])
-def test_graph_replays_with_changed_contents(m, n, k):
-    static, out = operands_on_gpu(m, n, k, a_scale="column_aligned", a_padding=16), dense_out(m, n)
-    fp8_gemm(*static, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fp8_gemm(*static, out)
-        allocated = fp8_gemm(*static)
-    for _ in range(3):
-        for tensor, contents in zip(static, operands_on_gpu(m, n, k), strict=True):
-            tensor.copy_(contents)
-        out.fill_(float("nan"))
-        graph.replay()
-        assert_accurate(out, exact_product(static))
-        assert same_bits(out, allocated)
-
-
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_capture_refuses_to_load_a_kernel(nothing_loaded):
-    config = LEGAL_CORNERS[0]
-    operands, guarded = operands_on_gpu(100, 200, 300), GuardedOut(100, 200, device=DEVICE)
-    compiled = jit.compilations()
-    graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(RuntimeError, match=f"{config.name} is not loaded yet.*precompile, before the capture"),
-        torch.cuda.graph(graph),
-    ):
-        fp8_gemm(*operands, guarded.out, config=config)
-    assert jit.compilations() == compiled
-    guarded.assert_untouched()
-    expected = check_gemm(operands, config=config)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = fp8_gemm(*operands, config=config)
-    graph.replay()
-    assert same_bits(out, expected)
-
-
 # Streams, threads, devices.
-
-
-def test_work_goes_to_the_current_stream():
-    """The operands are still NaN when fp8_gemm is called; only on their own stream will they be ready in time."""
-    ready, out = operands_on_gpu(130, 300, 520), dense_out(130, 300)
-    exact = exact_product(ready)
-    late = rearranged(ready)
-    fp8_gemm(*late, out)
-    late.a.view(torch.uint8).fill_(NAN_BYTE)
-    out.fill_(float("nan"))
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
-        late.a.copy_(ready.a)
-        fp8_gemm(*late, out)
-    stream.synchronize()
-    assert_accurate(out, exact)
 
 
 def test_threads_launch_at_once():

@@ -22,19 +22,15 @@ from helpers import (
     rearranged,
     same_bits,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deep_tile import (
     GemmConfig,
     Plan,
     fp8_gemm,
-    fp8_linear,
     launches,
-    linear,
     operation,
     plan,
     prepare,
-    quantize_weight,
 )
 from deep_tile.dense import FP8_GEMM
 from deep_tile.select.defaults import default_configs
@@ -97,18 +93,6 @@ def test_tensors_and_parameters_take_the_fast_path(paths):
     assert paths == ["prepare_launch", "launch", "launch_known", "launch_known"]
 
 
-def test_subclasses_and_old_torch_go_through_python(paths):
-    class Subclass(torch.Tensor):
-        pass
-
-    operands = operands_on_gpu()
-    subclassed = operands._replace(b=operands.b.as_subclass(Subclass))
-    paths.clear()  # of the casts
-    for _ in range(2):
-        check_gemm(subclassed, exact_product(operands))
-    assert paths == ["prepare_launch", "launch", "launch"]
-
-
 def test_first_call_of_a_fresh_thread(paths):
     """A signature that is new, of a kernel that is loaded, in a thread that has used no GPU and so has no context."""
     largest, out = operands_on_gpu(), dense_out()
@@ -120,50 +104,6 @@ def test_first_call_of_a_fresh_thread(paths):
         fresh.submit(fp8_gemm, *operands, rows).result()
     assert paths.count("prepare_launch") == 2
     assert_accurate(rows, exact)
-
-
-@pytest.mark.parametrize("odd", ["fake in its mode", "fake", "subclass"])
-def test_odd_inputs_of_a_fresh_thread_leave_no_trace(odd):
-    """The workspace that `fp8_linear` keeps for a thread and stream is plain, and made for nothing that is refused."""
-    b, b_scale = quantize_weight(torch.randn(256, 512, device=DEVICE))
-    x = torch.randn(8, 512, device=DEVICE, dtype=torch.bfloat16)
-    wanted = fp8_linear(x, b, b_scale)
-
-    def call_first_with_odd() -> tuple[torch.Tensor, bool]:
-        if odd == "subclass":
-            fp8_linear(x.as_subclass(type("Subclass", (torch.Tensor,), {})), b, b_scale)
-        else:
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            fake = mode.from_tensor(x)
-            if odd == "fake":
-                with pytest.raises(TypeError, match="x is a FakeTensor"):
-                    fp8_linear(fake, b, b_scale)
-            else:
-                with mode:
-                    assert fp8_linear(fake, b, b_scale).shape == (8, 256)
-        got = fp8_linear(x, b, b_scale)
-        return got, all(type(kept) is torch.Tensor for kept in linear._kept.workspaces.values())
-
-    with ThreadPoolExecutor(1) as pool:
-        got, is_plain = pool.submit(call_first_with_odd).result()
-    assert is_plain and same_bits(got, wanted)
-
-
-def test_alignment_of_out_is_noticed(paths):
-    """Stored by TMA, then element by element, then by TMA again."""
-    operands = operands_on_gpu()
-    exact = exact_product(operands)
-    for offset in (0, 3, 0, 3):
-        check_gemm(operands, exact, out_stride=N, out_offset=offset)
-    assert paths.count("prepare_launch") == 2
-
-
-def test_one_signature_serves_many_addresses(paths):
-    largest = operands_on_gpu()
-    for _ in range(5):
-        operands = rearranged(largest)
-        assert_accurate(fp8_gemm(*operands), exact_product(operands))
-    assert paths.count("prepare_launch") == 1
 
 
 # Memory.
@@ -312,15 +252,6 @@ def test_plan(paths):
         assert_accurate(guarded.out, exact_product(operands))
 
 
-def test_plan_with_options():
-    operands = operands_on_gpu()
-    config = GemmConfig(64, 64, 4, tma_store=False)
-    out = torch.full((M, N + 1), float("nan"), dtype=torch.bfloat16, device=DEVICE)[:, :N]
-    multiply = prepare(*operands, out, config=config, num_sms=3, pdl=True, constant_weights=True)
-    assert multiply.config == config
-    assert_accurate(multiply(operands.a, operands.a_scale, out), exact_product(operands))
-
-
 def test_plan_runs_on_the_current_stream():
     """The activations are still NaN when the plan is called; only on their own stream will they be ready in time."""
     ready, out = operands_on_gpu(), dense_out()
@@ -338,33 +269,6 @@ def test_plan_runs_on_the_current_stream():
         multiply(late.a, late.a_scale, out)
     stream.synchronize()
     assert_accurate(out, exact)
-
-
-def test_plan_takes_scales_that_begin_anywhere(paths):
-    """A large GEMM whose scales TMA copies where they are aligned."""
-    operands = operands_on_gpu(1100, 1024, 2048, a_scale="column_aligned")
-    exact = exact_product(operands)
-    groups, rows = operands.a_scale.t().shape
-    moved = torch.empty(groups * rows + 1, device=DEVICE)[1:].view(groups, rows).t().copy_(operands.a_scale)
-    out = dense_out(1100, 1024)
-    multiply = prepare(*operands, out)
-    assert moved.stride() == operands.a_scale.stride() and moved.data_ptr() % 16 == 4
-    for scale in (operands.a_scale, moved, operands.a_scale, moved):
-        out.fill_(float("nan"))
-        assert_accurate(multiply(operands.a, scale, out), exact)
-        out.fill_(float("nan"))
-        assert_accurate(fp8_gemm(operands.a, scale, operands.b, operands.b_scale, out), exact)
-
-
-def test_plan_in_a_graph():
-    operands, out = operands_on_gpu(), dense_out()
-    multiply = prepare(*operands, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        multiply(operands.a, operands.a_scale, out)
-    out.fill_(float("nan"))
-    graph.replay()
-    assert_accurate(out, exact_product(operands))
 
 
 # Batch invariance.
@@ -391,14 +295,6 @@ def test_every_config_without_split_k_gives_the_same_bits(k):
     first = check_gemm(operands, config=configs[0], out_stride=1000)
     different = [c.name for c in configs if not same_bits(fp8_gemm(*operands, config=c), first)]
     assert not different
-
-
-def test_split_k_is_no_config_for_batch_invariance():
-    operands, guarded = operands_on_gpu(), GuardedOut(M, N, device=DEVICE)
-    with pytest.raises(ValueError, match="splits K.*batch_invariant=True needs split_k=1"):
-        fp8_gemm(*operands, guarded.out, config=GemmConfig(128, 64, 4, split_k=2), batch_invariant=True)
-    torch.cuda.synchronize()
-    guarded.assert_untouched()
 
 
 # Programmatic dependent launch.

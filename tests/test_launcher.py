@@ -633,11 +633,8 @@ for thread in threads: thread.join()
 @pytest.mark.parametrize(
     ("code", "failure", "message"),
     [
-        (
-            "load()",
-            "cuInit=100",
-            r"cuInit failed for kernel gemm: .*\(100\).*; no NVIDIA GPU is visible: check nvidia-smi",
-        ),
+        ("load()", "cuInit=100",
+         r"cuInit failed for kernel gemm: .*\(100\).*; no NVIDIA GPU is visible: check nvidia-smi"),
         ("load()", "cuInit=3", r"cuInit failed .* start workers with 'spawn'"),
         ("load(device=7)", "cuDeviceGet=101", r"cuDeviceGet failed .*check the device index"),
         (
@@ -655,7 +652,7 @@ for thread in threads: thread.join()
         ("launcher.driver_version()", "cuDriverGetVersion=999", r"cuDriverGetVersion failed: .*\(999\)"),
         ("load()", "cuInit=9999", r"cuInit failed for kernel gemm: unknown error \(9999\), no description"),
     ],
-)
+)  # fmt: skip
 def test_driver_failures_say_what_and_why(run_on_fake_driver, code, failure, message):
     out = run_on_fake_driver(
         f"""

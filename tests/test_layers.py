@@ -1,6 +1,6 @@
 """Who imports whom, read from the sources: one way, no circle, torch and the command line only where they belong.
 
-A new module needs a row of its own in `MAY_IMPORT`. Imports inside functions count; those for annotations alone (`if
+A new module needs a row of its own in `TABLE`. Imports inside functions count; those for annotations alone (`if
 TYPE_CHECKING:`) do not.
 """
 
@@ -18,223 +18,108 @@ import deep_tile
 
 PACKAGE = Path(deep_tile.__file__).parent
 
-SIZES = {"config", "kinds", "problem", "walls"}
+SIZES = "config kinds problem walls"
 """Problem and config: numbers alone."""
 
-CALL = SIZES | {"_launcher", "jit", "launches", "ops", "plan", "reference", "select", "settings", "tensors"}
+CALL = f"{SIZES} _launcher jit launches ops plan reference select settings tensors"
 
-MAY_IMPORT = {
-    "kinds": set(),
-    "problem": {"kinds"},
-    "settings": set(),
-    "walls": set(),
-    "sass": set(),
-    "config": {"kinds", "walls"},
-    "params": set(),
-    "codegen": {"config", "kinds", "params"},
-    "packaged": set(),
-    "progress": {"config"},
-    "jit": {"_launcher", "packaged", "sass", "settings"},
-    "select": SIZES | {"settings"},
-    "watch": {"codegen", "config", "settings"},
-    "plan": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
-    "tensors": {"_launcher"},
-    "launches": {"_launcher", "tensors"},
-    "ops": {"_launcher"},
-    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
-    "logits_launch": {"_launcher", "cast", "codegen", "config", "params", "select", "walls"},
-    "logits": {"cast", "checks", "codegen", "config", "launches", "logits_launch", "operation", "ops", "tensors"}
-    | {"options", "select"},
-    "gradients": set(),
-    "sources": {"ops", "params", "tensors"},
-    "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "select"}
-    | {"sources", "tensors"},
-    "experts": {"cast", "config", "launches", "operation", "ops", "quantize", "select", "sources", "tensors"},
-    "transposed": {"cast", "config", "launches", "operation", "ops", "quantize", "select", "sources", "tensors"},
-    "both": {
-        "select",
-        "cast",
-        "config",
-        "launches",
-        "operation",
-        "ops",
-        "params",
-        "quantize",
-        "sources",
-        "tensors",
-        "transposed",
-    },
-    "gated": {"both", "cast", "config", "launches", "operation", "ops", "params", "quantize", "sources", "tensors"}
-    | {"transposed"},
-    "norms": {"cast", "launches", "operation", "ops", "params", "quantize", "tensors"},
-    "formats": {"config", "quantize", "tensors"},
-    "blocks": {"config", "formats", "operation", "quantize", "tensors"},
-    "packed": {"blocks", "config", "formats", "kinds", "quantize", "tensors"},
-    "reference": {"config", "kinds", "quantize"},
-    "finishes": {"kinds", "ops", "tensors"},
-    "options": {"config", "finishes"},
-    "operation": {"_launcher", "kinds", "launches", "ops", "options", "select", "tensors"},
-    "checks": CALL | {"finishes", "packed"},
-    "parts": {"_launcher", "cast", "codegen", "config", "kinds", "params", "select", "walls"},
-    "thin": {"_launcher", "cast", "checks", "config", "finishes", "jit", "launches", "operation", "ops", "options"}
-    | {"params", "parts", "select", "tensors"},
-    "unpack": {
-        "_launcher",
-        "cast",
-        "codegen",
-        "config",
-        "kinds",
-        "launches",
-        "operation",
-        "ops",
-        "packed",
-        "params",
-        "quantize",
-        "select",
-    },
-    "dense": CALL | {"checks", "codegen", "finishes", "operation", "packed", "params", "thin", "unpack"},
-    "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params", "unpack"},
-    "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
-    "gemm_cast": CALL | {"cast", "checks", "codegen", "dense", "finishes", "operation", "params", "quantize"},
-    "api": CALL
-    | {"cast", "checks", "dense", "finishes", "gemm_cast", "grouped", "linear", "operation", "options", "wgrad"},
-    "linear": {
-        "_launcher",
-        "both",
-        "cast",
-        "checks",
-        "config",
-        "dense",
-        "gradients",
-        "kinds",
-        "launches",
-        "operation",
-        "ops",
-        "options",
-        "params",
-        "problem",
-    }
-    | {"quantize", "tensors"},
-    "sums": {"dense", "finishes", "grouped", "operation", "ops", "options", "tensors", "thin"},
-    "replaceable": {"quantize", "tensors"},
-    "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "gradients", "grouped", "jit"}
-    | {"launches", "ops", "options", "params", "quantize", "select", "tensors", "transposed", "wgrad"},
-    "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"}
-    | {"sources", "tensors"},
-    "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "packed_layers"}
-    | {"quantize", "replaceable", "tensors"},
-    "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
-    "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
-    | {"kinds", "logits", "norms", "options", "packed_layers", "quantize", "replaceable", "select", "tensors", "train"},
-    "compat": CALL
-    | {
-        "checks",
-        "codegen",
-        "logits",
-        "api",
-        "dense",
-        "discovery",
-        "experts",
-        "grouped",
-        "options",
-        "quantize",
-        "reference",
-        "sums",
-        "thin",
-        "transposed",
-        "wgrad",
-    },
-    "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
-    "method": SIZES | {"api", "checks", "discovery", "operation", "quantize", "select", "tensors"},
-    "tools": CALL
-    | {"packaged", "", "api", "cast", "codegen", "dense", "discovery", "grouped", "integrations", "method", "params"}
-    | {"quantize"}
-    | {"logits_launch", "packed", "parts", "progress", "sass", "wgrad"},
-    "": {"discovery"},
-    "discovery": set(),
-    "__main__": {"tools"},
-}
-"""For each module or package of deep_tile, the others that it may import; "" is deep_tile/__init__.py, the public
-names."""
+TABLE = f"""
+kinds:
+problem: kinds
+settings:
+walls:
+sass:
+config: kinds walls
+params:
+codegen: config kinds params
+packaged:
+progress: config
+jit: _launcher packaged sass settings
+select: {SIZES} settings
+watch: codegen config settings
+plan: {SIZES} _launcher codegen jit params progress select watch
+tensors: _launcher
+launches: _launcher tensors
+ops: _launcher
+cast: {SIZES} _launcher codegen jit params progress select watch
+logits_launch: _launcher cast codegen config params select walls
+logits: cast checks codegen config launches logits_launch operation ops options select tensors
+gradients:
+sources: ops params tensors
+quantize: _launcher cast config launches operation ops options params select sources tensors
+experts: cast config launches operation ops quantize select sources tensors
+transposed: cast config launches operation ops quantize select sources tensors
+both: cast config launches operation ops params quantize select sources tensors transposed
+gated: both cast config launches operation ops params quantize sources tensors transposed
+norms: cast launches operation ops params quantize tensors
+formats: config quantize tensors
+blocks: config formats operation quantize tensors
+packed: blocks config formats kinds quantize tensors
+reference: config kinds quantize
+finishes: kinds ops tensors
+options: config finishes
+operation: _launcher kinds launches ops options select tensors
+checks: {CALL} finishes packed
+parts: _launcher cast codegen config kinds params select walls
+thin: _launcher cast checks config finishes jit launches operation ops options params parts select tensors
+unpack: _launcher cast codegen config kinds launches operation ops packed params quantize select
+dense: {CALL} checks codegen finishes operation packed params thin unpack
+grouped: {CALL} checks dense finishes operation packed params unpack
+wgrad: {CALL} checks dense finishes grouped operation params
+gemm_cast: {CALL} cast checks codegen dense finishes operation params quantize
+api: {CALL} cast checks dense finishes gemm_cast grouped linear operation options wgrad
+linear: _launcher both cast checks config dense gradients kinds launches operation ops options params problem
+    quantize tensors
+sums: dense finishes grouped operation ops options tensors thin
+replaceable: quantize tensors
+train: _launcher api both cast config dense experts gated gradients grouped jit launches ops options params quantize
+    select tensors transposed wgrad
+packed_layers: blocks config dense experts grouped kinds operation packed quantize sources tensors
+nn: api blocks cast checks config formats integrations jit linear packed_layers quantize replaceable tensors
+distributed: blocks config nn ops quantize tensors
+integrations: __init__ api blocks cast compat config discovery experts grouped kinds linear logits nn norms options
+    packed_layers quantize replaceable select tensors train
+compat: {CALL} api checks codegen dense discovery experts grouped logits options quantize sums thin transposed wgrad
+torch_compat: api config dense finishes grouped tensors
+method: {SIZES} api checks discovery operation quantize select tensors
+tools: {CALL} __init__ api cast codegen dense discovery grouped integrations logits_launch method packaged packed
+    params parts progress quantize sass wgrad
+__init__: discovery
+discovery:
+__main__: tools
+"""
+"""A row for each module or package of deep_tile: the others that it may import. `__init__` has the public names."""
+
+
+def rows(table: str) -> dict[str, set[str]]:
+    """The table's rows; a row that is indented goes on with the one before. deep_tile/__init__.py is ""."""
+    lines = (line.partition(":") for line in table.strip().replace("\n ", " ").splitlines())
+    return {own(module): {*map(own, names.split())} for module, _, names in lines}
+
+
+def own(name: str) -> str:
+    return "" if name == "__init__" else name
+
+
+MAY_IMPORT = rows(TABLE)
 
 PURE = ("select.schedule", "select.defaults", "select.choose")
 """Modules that read no file and no variable of the user: results of `tune` are passed in."""
 
-WITH_TORCH = {
-    "api",
-    "both",
-    "blocks",
-    "checks",
-    "compat.arguments",
-    "compat.deep_ep",
-    "compat.deep_gemm",
-    "compat.indexer",
-    "compat.layouts",
-    "compat.process",
-    "compat.scales",
-    "dense",
-    "distributed",
-    "experts",
-    "finishes",
-    "formats",
-    "gated",
-    "gemm_cast",
-    "gradients",
-    "grouped",
-    "integrations.peft",
-    "integrations.torchtitan",
-    "integrations.sglang_hooks",
-    "integrations.sglang_indexer",
-    "integrations.sglang_mxfp4",
-    "integrations.transformers",
-    "integrations.transformers_blocks",
-    "integrations.transformers_config",
-    "integrations.transformers_experts",
-    "integrations.transformers_packed",
-    "integrations.transformers_weights",
-    "integrations.vllm_experts",
-    "integrations.vllm_linear",
-    "integrations.vllm_mxfp4",
-    "integrations.vllm_passes",
-    "launches",
-    "linear",
-    "logits",
-    "method.described",
-    "nn",
-    "norms",
-    "operation",
-    "ops",
-    "options",
-    "packed",
-    "packed_layers",
-    "unpack",
-    "quantize",
-    "reference",
-    "replaceable",
-    "sources",
-    "sums",
-    "tensors",
-    "thin",
-    "torch_compat",
-    "train",
-    "train.casts",
-    "train.experts",
-    "train.gathered",
-    "train.joined",
-    "train.layers",
-    "train.linear",
-    "train.mlp",
-    "train.precompile",
-    "train.products",
-    "train.recipe",
-    "train.sharded",
-    "transposed",
-    "wgrad",
-    "tools.measure",
-    "tools.timing",
-    "tools.trials",
-    "tools.tune",
-}
+NAMES_WITH_TORCH = """
+api blocks both checks compat.arguments compat.deep_ep compat.deep_gemm compat.indexer compat.layouts compat.process
+compat.scales dense distributed experts finishes formats gated gemm_cast gradients grouped integrations.peft
+integrations.sglang_hooks integrations.sglang_indexer integrations.sglang_mxfp4 integrations.torchtitan
+integrations.transformers integrations.transformers_blocks integrations.transformers_config
+integrations.transformers_experts integrations.transformers_packed integrations.transformers_weights
+integrations.vllm_experts integrations.vllm_linear integrations.vllm_mxfp4 integrations.vllm_passes launches linear
+logits method.described nn norms operation ops options packed packed_layers quantize reference replaceable sources
+sums tensors thin tools.measure tools.timing tools.trials tools.tune torch_compat train train.casts train.experts
+train.gathered train.joined train.layers train.linear train.mlp train.precompile train.products train.recipe
+train.sharded transposed unpack wgrad
+"""
+
+WITH_TORCH = {*NAMES_WITH_TORCH.split()}
 """Import torch when they are imported. Whoever imports one of them waits a second for torch."""
 
 LATER_WITH_TORCH = {
@@ -248,9 +133,7 @@ LATER_WITH_TORCH = {
 }
 """Import torch, or one of the modules above, in the functions that need it."""
 
-
 ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
-
 
 OTHERS_PACKAGES = {"sglang", "transformers", "vllm"}
 """Imported by the functions that need them alone: deep_tile does without."""
@@ -322,7 +205,7 @@ def row(module: str) -> str:
 def violations(package: Path) -> list[str]:
     """Violations of the rules above, as text."""
     known = modules(package)
-    found = [f"{module} has no row in MAY_IMPORT" for module in known if row(module) not in MAY_IMPORT]
+    found = [f"{module} has no row in TABLE" for module in known if row(module) not in MAY_IMPORT]
     for edge in edges(package):
         inside = edge.target in known or edge.target == "_launcher"
         if inside and row(edge.target) not in MAY_IMPORT.get(row(edge.module), set()) | {row(edge.module)}:
@@ -375,17 +258,14 @@ def test_public_names_are_not_the_tools():
         ("tools/cli.py", "from deep_tile.tools import tune", "tools.cli:1 imports tools.tune, and does without torch"),
         ("tools/products.py", "import torch", "tools.products:1 imports torch, and does without torch"),
         ("tools/cli.py", "from benchmarks import bench_gemm", "tools.cli:1 imports benchmarks of a checkout"),
-        (
-            "integrations/transformers.py",
-            "import transformers",
-            "integrations.transformers:1 imports transformers outs",
-        ),
+        ("integrations/transformers.py", "import transformers",
+         "integrations.transformers:1 imports transformers outs"),
         ("integrations/vllm.py", "import vllm", "integrations.vllm:1 imports vllm outs"),
         ("method/report.py", "import deep_tile", "method.report:1 imports deep_tile"),
         ("plan.py", "from . import api", "plan:1 imports deep_tile"),
-        ("loose.py", "", "loose has no row in MAY_IMPORT"),
+        ("loose.py", "", "loose has no row in TABLE"),
     ],
-)
+)  # fmt: skip
 def test_a_violation_is_found(tmp_path, path, text, said):
     package = tmp_path / "deep_tile"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))

@@ -2,13 +2,14 @@
 
 from functools import partial
 
+import changes
 import pytest
 import torch
 from test_linear import DEVICES, in_turn, make_layer
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from deep_tile import fp8_linear, linear, per_token_cast_to_fp8
+from deep_tile import fp8_linear, linear
 
 
 @pytest.fixture(params=DEVICES)
@@ -17,14 +18,7 @@ def device(request) -> str:
     return request.param
 
 
-@pytest.mark.about(
-    "deep_tile/op*.py",
-    "deep_tile/discovery.py",
-    "deep_tile/__init__.py",
-    "deep_tile/linear.py",
-    "deep_tile/dense.py",
-    "deep_tile/quantize.py",
-)
+@pytest.mark.about(*changes.OF_OPS, "deep_tile/linear.py", "deep_tile/dense.py", "deep_tile/quantize.py")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_serves_every_m(device, backend):
     """Two layers and the code between them, without a graph break. The first call fixes no m."""
@@ -43,24 +37,6 @@ def test_one_graph_serves_every_m(device, backend):
             assert torch.equal(compiled(x), model(x))
         compilations.append(counter.frame_count)
     assert compilations == [compilations[0]] * 4
-
-
-def test_out_and_shared_casts(device):
-    """Layers that write to `out`, and two layers that share a cast."""
-    _, b, b_scale, bias = make_layer((1, 208), 130, device)
-
-    def model(x, out):
-        a = per_token_cast_to_fp8(x)
-        fp8_linear(x, b, b_scale, bias, out)
-        return fp8_linear(a, b, b_scale, bias), fp8_linear(a, b, b_scale, out_dtype=torch.float32)
-
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-    for m in (5, 9):
-        x, out, expected = (torch.randn(m, width, device=device).bfloat16() for width in (208, 130, 130))
-        with torch.no_grad():
-            got = compiled(x, out)
-            assert all(map(torch.equal, got, model(x, expected)))
-        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["quantised weight", "wide weight"])

@@ -7,7 +7,6 @@ guards around it, another stream that works, and CUDA graphs. tests/fuzz_logits.
 import ctypes
 import shutil
 import subprocess
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -155,44 +154,24 @@ def test_bad_calls(device, position, change, error, match, options):
     ("name", "change", "error", "match"),
     [
         ("q", lambda x: x[:, :1].expand(1, 9, 3, 32).contiguous(), ValueError, "9 queries of a sequence; 1 to 8"),
-        (
-            "q",
-            lambda x: x.flatten(0, 1),
-            ValueError,
-            r"q has shape \[2, 3, 32\]; it must be \[batch, n, heads, head_dim",
-        ),
+        ("q", lambda x: x.flatten(0, 1), ValueError,
+         r"q has shape \[2, 3, 32\]; it must be \[batch, n, heads, head_dim"),
         ("q", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "q must be contiguous"),
-        (
-            "cache",
-            lambda x: x[:, :32],
-            ValueError,
-            r"cache has shape \[3, 32, 1, 36\]; it must be \[pages, 64, 1, head_dim",
-        ),
+        ("cache", lambda x: x[:, :32], ValueError,
+         r"cache has shape \[3, 32, 1, 36\]; it must be \[pages, 64, 1, head_dim"),
         ("cache", lambda x: x.view(torch.int8), TypeError, "cache is a tensor of torch.int8"),
         ("cache", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), ValueError, "pages must be dense"),
-        (
-            "cache",
-            lambda x: torch.nn.functional.pad(x.view(3, -1), (0, 8))[:, :-8].view_as(x),
-            ValueError,
-            "of 16 bytes",
-        ),
+        ("cache", lambda x: torch.nn.functional.pad(x.view(3, -1), (0, 8))[:, :-8].view_as(x), ValueError,
+         "of 16 bytes"),
         ("lengths", lambda x: x.view(1, 1, 1), ValueError, r"lengths has shape \[1, 1, 1\]"),
-        (
-            "lengths",
-            lambda x: x.view(1, 1),
-            ValueError,
-            r"lengths has shape \[1, 1\]; it must be \[batch, n\] = \[1, 2\]",
-        ),
+        ("lengths", lambda x: x.view(1, 1), ValueError,
+         r"lengths has shape \[1, 1\]; it must be \[batch, n\] = \[1, 2\]"),
         ("block_table", lambda x: x[0], ValueError, r"block_table has shape \[3\]"),
         ("block_table", lambda x: x.long(), TypeError, "block_table is a tensor of torch.int64"),
-        (
-            "weights",
-            lambda x: x[1:],
-            ValueError,
-            r"weights has shape \[1, 3\]; it must be \[batch \* n, heads\] = \[2, 3\]",
-        ),
+        ("weights", lambda x: x[1:], ValueError,
+         r"weights has shape \[1, 3\]; it must be \[batch \* n, heads\] = \[2, 3\]"),
     ],
-)
+)  # fmt: skip
 def test_bad_calls_of_pages(device, name, change, error, match):
     given = {
         "q": torch.zeros(1, 2, 3, 32, device=device).to(FP8),
@@ -208,27 +187,6 @@ def test_bad_calls_of_pages(device, name, change, error, match):
     given[name] = change(given[name])
     with pytest.raises(error, match=match):
         paged_mqa_logits(**given)
-
-
-def test_ops_are_one_graph_for_every_size():
-    compiled = torch.compile(lambda *x: mqa_logits(*x) + 1, backend="eager", fullgraph=True, dynamic=True)
-    for rows, keys in ((5, 70), (3, 64)):
-        given = small(rows, keys)
-        assert torch.equal(compiled(*given), mqa_logits(*given) + 1)
-
-
-OP_TESTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-"""torch's op tests but for that of the schema, which multiplies FP8."""
-
-
-def test_ops_are_as_torch_wants_them():
-    check, ops = partial(torch.library.opcheck, test_utils=OP_TESTS), torch.ops.deep_tile
-    given = small()
-    check(ops.mqa_logits.default, given, {"columns": 33, "out_dtype": torch.bfloat16})
-    check(ops.mqa_logits.out, (*given, torch.zeros(5, 70)), {"clean": False})
-    q, cache = torch.zeros(1, 2, 3, 32).to(FP8), torch.zeros(3, 64, 1, 36, dtype=torch.uint8)
-    paged = q, cache, torch.zeros(2, 3), torch.tensor([70]).int(), torch.zeros(1, 3).int()
-    check(ops.paged_mqa_logits.default, paged, {"clean": True, "columns": 100})
 
 
 def test_the_names_of_deep_gemm():
@@ -471,23 +429,6 @@ def test_sanitizer_case_is_right(sizes):
 def test_drawn_calls(device, seed):
     case: Drawn = draw_case(Random(seed), device, most_products=2**30 if device == "cuda" else 2**20)
     assert not any(check(case).values())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("paged", [False, True])
-def test_a_graph_reads_ranges_anew(paged):
-    case = draw_case(Random(5), "cuda", most_products=2**22, paged=paged)
-    call = paged_mqa_logits if paged else mqa_logits
-    options = {"clean": True, "columns": case.options["columns"]}
-    out = call(*case.inputs, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(*case.inputs, out, **options)
-    ends = case.inputs[3] if paged else case.inputs[5]
-    for _ in range(3):
-        ends.copy_(torch.randint(0, 200, ends.shape))
-        graph.replay()
-        assert torch.equal(out, call(*case.inputs, **options))
 
 
 @pytest.mark.gpu

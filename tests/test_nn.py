@@ -234,14 +234,12 @@ def test_wrong_checkpoints_are_refused(layer):
         ({"weight_scale_inv": torch.ones(256)}, ValueError, "scaled_gemm takes a scale for each row"),
         ({"weight_scale_inv": torch.ones(8, 4)}, ValueError, "may be 'fp8_32x32', which deep_tile.to_blocks re-bases"),
         ({"weight_scale_inv": torch.ones(256, 4).byte()}, TypeError, "from_fp8 with format='mxfp8'"),
-        (
-            {"weight": torch.zeros(256, 64).byte(), "weight_scale_inv": torch.ones(256, 4).byte()},
-            *(TypeError, "weight is torch.uint8; it must be torch.float8_e4m3fn.*format='mxfp4'"),
-        ),
+        ({"weight": torch.zeros(256, 64).byte(), "weight_scale_inv": torch.ones(256, 4).byte()},
+         *(TypeError, "weight is torch.uint8; it must be torch.float8_e4m3fn.*format='mxfp4'")),
         ({"global_scale": 2.0}, ValueError, "global_scale is given without a format: pass format='nvfp4'"),
         ({"format": "mxfp8"}, ValueError, r"format 'mxfp8' has .*here \[256, 4\]"),
     ],
-)
+)  # fmt: skip
 def test_weights_that_do_not_fit(change, kind, message):
     good = {"weight": torch.zeros(256, 128).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(2, 1)}
     nn.Linear.from_fp8(**good)

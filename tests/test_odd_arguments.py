@@ -397,6 +397,13 @@ def test_a_layer_that_could_not_run_is_not_made():
             nn.Linear.from_float(other)
 
 
+@pytest.mark.parametrize("make", [nn.Linear, nn.PackedLinear])
+def test_a_layer_has_the_options_of_its_function(make):
+    with pytest.raises(TypeError, match="'devcie' is no option of .*; options are .*batch_invariant"):
+        make(128, 16, devcie="cpu")
+    assert make(128, 16, num_sms=4)(torch.zeros(2, 128).bfloat16()).shape == (2, 16)
+
+
 def test_layers_that_are_not_made_yet_stay():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LazyLinear(16)).eval()
     assert nn.replace_linears(model) == 1 and type(model[1]) is torch.nn.LazyLinear
@@ -471,3 +478,51 @@ def test_numpys_sizes_do_not_overflow(number):
 
 def test_more_ranks_than_rows_take_no_time():
     assert distributed.check_shardable(256, 256, 2**70, "row") == SCALE_BLOCK - 1
+
+
+def overlapping() -> dict[str, Callable[[], Any]]:
+    """Calls whose output lies in the memory of another tensor, by the tensor's name; each is right without that."""
+    x = torch.randn(128, 128).bfloat16()
+    (a, a_scale), memory = deep_tile.per_token_cast_to_fp8(x), torch.zeros(128, 256).bfloat16()
+    b, b_scale = deep_tile.per_block_cast_to_fp8(x)
+    rows = memory.view(FP8)[:, :128]
+    plan = deep_tile.prepare(a, a_scale, b, b_scale)
+    return {
+        "out shares memory with a,": lambda: deep_tile.gemm(x, x.clone(), x),
+        "out shares memory with b,": lambda: deep_tile.gemm(x.clone(), x[8:], x[:, :120]),
+        "out shares memory with bias": lambda: deep_tile.gemm(x, x, memory[:, :128], bias=memory[3, :128]),
+        "out shares memory with x,": lambda: deep_tile.per_token_cast_to_fp8(memory, out=memory.view(FP8)[:, 256:]),
+        "out shares memory with scale_out": lambda: deep_tile.per_token_cast_to_fp8(
+            x, out=rows, scale_out=memory[:, 60:62].view(torch.float32)
+        ),
+        "scale_out shares memory with x": lambda: deep_tile.per_token_cast_to_fp8(
+            memory[:, :128], scale_out=memory[:, 126:128].view(torch.float32)
+        ),
+        "out shares memory with w": lambda: deep_tile.per_block_cast_to_fp8(memory, out=memory.view(FP8)[:, :256]),
+        "out shares memory with a, ": lambda: plan(x.view(FP8)[:64].view(128, 128), a_scale, x),
+        "out shares memory with gate_up": lambda: deep_tile.silu_mul_cast_to_fp8(memory, out=rows),
+        "out shares memory with x, ": lambda: deep_tile.fp8_linear(x, b, b_scale, out=x),
+    }
+
+
+@pytest.mark.parametrize("text", overlapping())
+def test_outputs_have_memory_of_their_own(text):
+    with pytest.raises(ValueError, match=f"{text.strip()}.*pass another"):
+        overlapping()[text]()
+
+
+def test_outputs_may_lie_between_rows():
+    """As in buffers whose rows hold several tensors."""
+    x, rows = torch.randn(16, 128).bfloat16(), torch.zeros(16, 2 * 128 + 128 + 4 + 12, dtype=torch.uint8)
+    given, out, scale = (
+        rows[:, i:j].view(dtype) for i, j, dtype in ((0, 256, x.dtype), (256, 384, FP8), (384, 388, torch.float32))
+    )
+    given.copy_(x)
+    made = deep_tile.per_token_cast_to_fp8(given, out=out, scale_out=scale)
+    assert all(map(torch.equal, made, deep_tile.per_token_cast_to_fp8(x)))
+    heads = torch.zeros(16, 3, 64).bfloat16()
+    heads[:, :2] = torch.randn(16, 2, 64)
+    swapped = torch.eye(64).bfloat16().flip(0).expand(2, 64, 64).contiguous()
+    product = deep_tile.einsum("bhr,hdr->bhd", heads[:, :1], swapped[:1], heads[:, 2:])
+    assert torch.equal(product, heads[:, :1].flip(2))
+    deep_tile.gemm(heads[:, :2].flatten(1), swapped.view(64, 128), heads[:, 2])

@@ -147,23 +147,17 @@ def test_scales_of_wider_dtypes_are_taken_where_they_are_powers_of_two():
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        (
-            {"weight": torch.zeros(24, 32, dtype=torch.uint8), "scale": torch.zeros(24, 2, dtype=torch.uint8)},
-            ValueError,
-            "24 rows",
-        ),
+        ({"weight": torch.zeros(24, 32, dtype=torch.uint8), "scale": torch.zeros(24, 2, dtype=torch.uint8)}, ValueError,
+         "24 rows"),
         ({"weight": torch.zeros(16, 64).to(torch.float8_e4m3fn), "scale": torch.ones(1, 1)}, ValueError, "to_blocks"),
         ({"weight": [1], "scale": torch.ones(1, 1)}, TypeError, "weight"),
         ({"format": "int4"}, ValueError, "format"),
-        (
-            {"format": "nvfp4", "scale": torch.full((16, 4), 0x80, dtype=torch.uint8) + 9, "global_scale": 1.0},
-            ValueError,
-            "negative",
-        ),
+        ({"format": "nvfp4", "scale": torch.full((16, 4), 0x80, dtype=torch.uint8) + 9, "global_scale": 1.0},
+         ValueError, "negative"),
         ({"format": "nvfp4", "scale": torch.ones(16, 4).to(torch.float8_e4m3fn)}, ValueError, "global_scale"),
     ],
     ids=["rows", "format", "no tensor", "name", "negative", "no global scale"],
-)
+)  # fmt: skip
 def test_what_cannot_be_packed_is_refused(change, error, match):
     weight, scale, _ = drawn("mxfp4", (16, 64))
     with pytest.raises(error, match=match):

@@ -151,14 +151,12 @@ CONFIG = next(config for config in default_configs(True) if config.block_m == 12
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"a_scale_strides": (2**19, 1)},
-            r"a_scale is more than 1073741823 elements .* strides \(524288, 1\); make it",
-        ),
+        ({"a_scale_strides": (2**19, 1)},
+         r"a_scale is more than 1073741823 elements .* strides \(524288, 1\); make it"),
         ({"b_scale_strides": (1, 2**62)}, "b_scale is more than 1073741823 elements from its first"),
         ({"a_scale_strides": (-1, 1)}, r"a_scale .* with strides \(-1, 1\)"),
     ],
-)
+)  # fmt: skip
 def test_scales_are_within_reach(change, message):
     with pytest.raises(ValueError, match=message):
         plan.pack_params(PROBLEM, CONFIG, LAYOUT._replace(**change), early_b=False)

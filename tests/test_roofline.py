@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import changes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,14 +29,7 @@ from deep_tile.select.defaults import default_configs, within  # noqa: E402
 from deep_tile.select.hardware import H20, H200, PRESETS  # noqa: E402
 from deep_tile.select.streaming import bytes_in_flight_needed, derive_elementwise, derive_reduction  # noqa: E402
 
-pytestmark = pytest.mark.about(
-    "deep_tile/method/*",
-    "deep_tile/tools/*",
-    "deep_tile/select/*",
-    "deep_tile/walls.py",
-    "deep_tile/config.py",
-    "deep_tile/kinds.py",
-)
+pytestmark = pytest.mark.about(*changes.OF_EXPLANATIONS)
 
 # ---- worked examples
 

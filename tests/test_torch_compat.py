@@ -284,17 +284,13 @@ def test_groups_without_scales(device, layout, capacity):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"mat_b": torch.zeros(256, 48).bfloat16()},
-            TypeError,
-            "3 dimensions. Pass torch.bfloat16, and groups of",
-        ),
+        ({"mat_b": torch.zeros(256, 48).bfloat16()}, TypeError, "3 dimensions. Pass torch.bfloat16, and groups of"),
         ({"mat_a": torch.zeros(35, 256)}, TypeError, r"mat_a is \[35, 256\] of torch.float32; it must be of torch.bfl"),
         ({"bias": torch.zeros(48)}, ValueError, "bias is given"),
         ({"offs": None}, ValueError, "offs is missing"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype is torch.int32; pass one of"),
     ],
-)
+)  # fmt: skip
 def test_groups_without_scales_refused(change, error, message):
     case = make_case("bf16", [10, 20], 48, 256)
     given = {"mat_a": case.operands[0], "mat_b": case.operands[1].transpose(1, 2), **case.lists}
@@ -305,11 +301,7 @@ def test_groups_without_scales_refused(change, error, message):
 BAD_GROUPS = [
     ({"scale_recipe_a": ROWS}, ValueError, "is RowWise x BlockWise128x128; deep_tile has RowWise x RowWise, or Blo"),
     ({"scale_recipe_a": ROWS, "scale_recipe_b": ROWS}, ValueError, r"\[35, 2\]; for RowWise it must be \[35, 1\] or"),
-    (
-        {"mat_b": torch.zeros(2, 256, 130).half()},
-        TypeError,
-        "mat_b is .* of torch.float16; it must be of torch.fl",
-    ),
+    ({"mat_b": torch.zeros(2, 256, 130).half()}, TypeError, "mat_b is .* of torch.float16; it must be of torch.fl"),
     ({"scale_recipe_a": WEIGHTS, "scale_recipe_b": TOKENS}, ValueError, "deep_tile has RowWise x .*128x128. Quant"),
     ({"offs": None}, ValueError, r"offs is missing, and mat_a is \[35, 256\]; pass the ends of groups"),
     ({"offs": torch.zeros(2).long()}, TypeError, "offs must be torch.int32"),
@@ -322,7 +314,7 @@ BAD_GROUPS = [
     ({"mat_b": torch.zeros(2, 256, 130).to(torch.float8_e4m3fn)}, ValueError, "must have a unit stride along k"),
     ({"scale_b": torch.ones(2, 2, 3)}, ValueError, r"\[2, 2, 3\].*\[2, 2, 2\] or \[2, 4, 2\]. Quantise"),
     ({"scale_a": torch.ones(2, 35)}, ValueError, r"\[2, 35\].*\[35, 2\]. It looks transposed: pass scale_a.transp"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD_GROUPS)
@@ -332,11 +324,8 @@ def test_groups_refused(change, error, message):
 
 
 BAD = [
-    (
-        {"scale_recipe_a": ScalingType.RowWise},
-        ValueError,
-        "is RowWise x BlockWise128x128; deep_tile has TensorWise x Te",
-    ),
+    ({"scale_recipe_a": ScalingType.RowWise}, ValueError,
+     "is RowWise x BlockWise128x128; deep_tile has TensorWise x Te"),
     ({"scale_recipe_b": TOKENS}, ValueError, r"scale_b is .*; for BlockWise1x128 it must be \[130, 2\]"),
     ({"scale_recipe_a": ROWS, "scale_recipe_b": ROWS}, ValueError, r"for RowWise it must be \[5, 1\] or \[1, 5\] or"),
     ({"scale_recipe_a": TENSOR, "scale_recipe_b": TENSOR}, ValueError, r"for TensorWise it must be \[1, 1\]. Quantise"),
@@ -357,7 +346,7 @@ BAD = [
     ({"scale_b": torch.ones(2, 3)}, ValueError, r"scale_b is \[2, 3\].*\[2, 2\] or \[4, 2\]. Quantise"),
     ({"scale_b": torch.ones(2, 2).double()}, TypeError, "scale_b is torch.float64"),
     ({"scale_b": 1.0}, TypeError, "scale_b is 1.0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD)

@@ -5,6 +5,7 @@ import copy
 import json
 import threading
 
+import changes
 import pytest
 import torch
 from helpers import same_bits
@@ -163,10 +164,14 @@ def test_rows_of_any_strides():
     assert_all_equal(trained(linear, x, weight, None, dy), defined(x, weight, None, dy))
 
 
+EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@EACH_DEVICE
 @EACH_RECIPE
 @pytest.mark.parametrize(("shape", "n"), [((0, 200), 130), ((2, 0, 9), 3), ((3, 0), 4), ((3, 200), 0)], ids=str)
-def test_nothing_to_multiply(shape, n, recipe):
-    x, weight, bias, dy = make_layer(shape, n)
+def test_nothing_to_multiply(shape, n, recipe, device):
+    x, weight, bias, dy = make_layer(shape, n, device=device)
     y, dx, dw, dbias = trained(linear, x, weight, bias, dy, recipe=recipe)
     assert torch.equal(y, bias.detach().expand(dy.shape))
     assert dx.shape == x.shape and not dx.any() and dw.shape == weight.shape and not dw.any()
@@ -434,9 +439,10 @@ def gradients_of(model, x, run=None):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@EACH_DEVICE
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_change_no_bit(reentrant):
-    model, x = small_model(), torch.randn(9, 72, requires_grad=True)
+def test_checkpoints_change_no_bit(reentrant, device):
+    model, x = small_model().to(device), torch.randn(9, 72, device=device, requires_grad=True)
     [stepped(layer.weight) for layer in model[::2]]
     wanted = gradients_of(model, x)
     got = gradients_of(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant))
@@ -463,14 +469,7 @@ def test_batches_are_added_one_by_one():
         assert torch.equal(parameter.grad, each[0][i] + each[1][i] + each[2][i])
 
 
-@pytest.mark.about(
-    "deep_tile/op*.py",
-    "deep_tile/discovery.py",
-    "deep_tile/__init__.py",
-    "deep_tile/train/*",
-    "deep_tile/both.py",
-    "deep_tile/dense.py",
-)
+@pytest.mark.about(*changes.OF_OPS, "deep_tile/train/*", "deep_tile/both.py", "deep_tile/dense.py")
 @pytest.mark.parametrize("dynamic", [False, True])
 @EACH_RECIPE
 def test_compiled_as_eager(recipe, dynamic):
@@ -573,14 +572,7 @@ def test_no_memory():
 # ---- Megatron's protocol
 
 
-@pytest.mark.about(
-    "deep_tile/op*.py",
-    "deep_tile/discovery.py",
-    "deep_tile/__init__.py",
-    "deep_tile/train/*",
-    "deep_tile/both.py",
-    "deep_tile/dense.py",
-)
+@pytest.mark.about(*changes.OF_OPS, "deep_tile/train/*", "deep_tile/both.py", "deep_tile/dense.py")
 @EACH_RECIPE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
@@ -720,46 +712,25 @@ WRONG = {
     "x of FP64": (lambda g: {"x": g["x"].double()}, TypeError, "x is a tensor of torch.float64; it must be"),
     "x no tensor": (lambda g: {"x": [1.0]}, TypeError, "x is a list; it must be a tensor of bfloat16"),
     "x a number": (lambda g: {"x": torch.ones(())}, ValueError, r"x has shape \[\]; it must be \[..., k\]"),
-    "weight of FP8": (
-        lambda g: {"weight": g["weight"].detach().to(FP8)},
-        TypeError,
-        "weight is .*deep_tile.fp8_linear",
-    ),
-    "weight of integers": (
-        lambda g: {"weight": torch.ones(130, 200).int()},
-        TypeError,
-        "weight is a tensor of torch.int32",
-    ),
+    "weight of FP8": (lambda g: {"weight": g["weight"].detach().to(FP8)}, TypeError,
+                      "weight is .*deep_tile.fp8_linear"),
+    "weight of integers": (lambda g: {"weight": torch.ones(130, 200).int()}, TypeError,
+                           "weight is a tensor of torch.int32"),
     "no weight": (lambda g: {"weight": None}, TypeError, "weight is a NoneType; it must be a tensor"),
-    "weight transposed": (
-        lambda g: {"weight": g["weight"].t()},
-        ValueError,
-        r"weight has shape \[200, 130\]; for x of \[2, 5, 200\] it must be \[n, k\]",
-    ),
-    "weight of three": (
-        lambda g: {"weight": g["weight"][None]},
-        ValueError,
-        r"weight has shape \[1, 130, 200\]; .*\[n, k\]",
-    ),
-    "weight elsewhere": (
-        lambda g: {"weight": g["weight"].to("meta")},
-        ValueError,
-        "weight is on meta but x is on cpu; move",
-    ),
+    "weight transposed": (lambda g: {"weight": g["weight"].t()}, ValueError,
+                          r"weight has shape \[200, 130\]; for x of \[2, 5, 200\] it must be \[n, k\]"),
+    "weight of three": (lambda g: {"weight": g["weight"][None]}, ValueError,
+                        r"weight has shape \[1, 130, 200\]; .*\[n, k\]"),
+    "weight elsewhere": (lambda g: {"weight": g["weight"].to("meta")}, ValueError,
+                         "weight is on meta but x is on cpu; move"),
     "bias too short": (lambda g: {"bias": g["bias"][:3]}, ValueError, r"bias has shape \[3\]; .*it must be \[n\]"),
     "bias of FP64": (lambda g: {"bias": g["bias"].double()}, TypeError, "bias is a tensor of torch.float64"),
-    "sparse x": (
-        lambda g: {"x": g["x"].detach().to_sparse()},
-        TypeError,
-        r"x is a tensor of layout .* Pass x.to_dense",
-    ),
+    "sparse x": (lambda g: {"x": g["x"].detach().to_sparse()}, TypeError,
+                 r"x is a tensor of layout .* Pass x.to_dense"),
     "no recipe": (lambda g: {"recipe": "fp8"}, TypeError, "recipe is a str; it must be a deep_tile.train.Recipe"),
-    "main_grad": (
-        lambda g: setattr(g["weight"], "main_grad", torch.zeros(3)) or {},
-        ValueError,
-        r"weight.main_grad is \[3\] of torch.float32.*weight of \[130, 200\]",
-    ),
-}
+    "main_grad": (lambda g: setattr(g["weight"], "main_grad", torch.zeros(3)) or {}, ValueError,
+                  r"weight.main_grad is \[3\] of torch.float32.*weight of \[130, 200\]"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG)

@@ -3,6 +3,7 @@
 On the CPU deep_tile multiplies by the definition; the variants with the marker gpu run kernels. Nothing is downloaded.
 """
 
+import copy
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from test_transformers import (  # noqa: E402
 from transformers.integrations import finegrained_fp8  # noqa: E402
 from transformers.integrations.moe import use_experts_implementation  # noqa: E402
 
-from deep_tile import dequantize, per_token_cast_to_fp8, quantize_weight  # noqa: E402
+from deep_tile import dequantize, nn, per_token_cast_to_fp8, quantize_weight  # noqa: E402
 from deep_tile.integrations import transformers as integration  # noqa: E402
 
 NAMES = ("grouped_mm", "batched_mm")
@@ -449,6 +450,31 @@ def test_experts_with_scales_of_tensors_are_re_based():
         n, k = value.shape[1:]
         each = getattr(layer, f"{name}_scale_inv").double().repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)
         assert torch.equal(getattr(layer, name).double() * each[..., :k], value)
+
+
+@DEVICES
+@torch.no_grad()
+def test_narrow_experts(installed, device):  # noqa: F811
+    """Gate and up have a scale each, in checkpoints and in what transformers allocates, and are multiplied separately;
+    re-based layers have scales of these shapes."""
+    layer, given, shape = make_layer(device, moe_intermediate_size=48), routed(9, device), (EXPERTS, 2, 3)
+    layer.gate_up_proj_scale_inv.data = 0.01 * torch.rand(shape, device=device) + 0.01
+    assert [tuple(x.shape) for x in nn._expert_weights(layer)] == [(EXPERTS, 48, HIDDEN), (EXPERTS, HIDDEN, 48)]
+
+    def check_products():
+        in_fp32 = copy.deepcopy(layer)
+        blocks = layer.gate_up_proj_scale_inv.repeat_interleave(48, 1).repeat_interleave(128, 2)
+        in_fp32.gate_up_proj.data = layer.gate_up_proj.float() * blocks[..., :HIDDEN]
+        assert agree(layer(*given), in_turn(in_fp32, *given))
+
+    check_products()
+    rows = layer.gate_up_proj_scale_inv.repeat_interleave(48, 1)
+    fill(layer, "gate_up_proj", (layer.gate_up_proj.data, rows))
+    fill(layer, "down_proj", (layer.down_proj.data, layer.down_proj_scale_inv.repeat_interleave(128, 1)[:, :HIDDEN]))
+    layer.block_size = (1, 128)
+    integration.rebase(layer)
+    assert layer.gate_up_proj_scale_inv.shape == shape
+    check_products()
 
 
 def test_what_cannot_be_re_based():

@@ -4,6 +4,7 @@ Registered by sglang.py beside it; called by SGLang, each with the function that
 Invariant: calls that deep_tile cannot compute as intended go to the original function.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
@@ -23,6 +24,12 @@ _AMAX_FLOOR = 1e-10
 _settings: dict[str, bool | int | None] = {"batch_invariant": False, "num_sms": None}
 """Keywords of linear layers' products: by SGLang's --enable-deterministic-inference, once a model is loaded, and within
 SGLang's limit of SMs, where other kernels run beside. Results of groups never depend on other rows."""
+
+_ready: list[tuple[Callable[[], torch.nn.Module | None], int]] = []
+"""Models that were made ready, by weak references, and the most tokens of each."""
+
+_limits: set[int] = set()
+"""Limits of SMs that they were made ready for."""
 
 _DEEP_GEMM = "sglang.srt.layers.deep_gemm_wrapper.entrypoint"
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -125,8 +132,13 @@ def grouped_gemm_nt_f8f8bf16_masked(
 def configure_deep_gemm_num_sms(
     original: Callable[[int | None], AbstractContextManager[None]], num_sms: int | None
 ) -> Iterator[None]:
-    """Within it products use so many SMs at most, ours and DeepGEMM's; None changes nothing."""
+    """Within it products use so many SMs at most, ours and DeepGEMM's; None changes nothing. Kernels depend on the
+    limit, which no setting of SGLang tells: its first use, in SGLang's own warm-up, compiles them for all sizes."""
     before = _settings["num_sms"]
+    if num_sms is not None and num_sms not in _limits and not _is_captured():
+        _limits.add(num_sms)
+        for find, most in _ready:
+            _compile(find(), most, num_sms)
     with original(num_sms):
         _settings["num_sms"] = before if num_sms is None else num_sms
         try:
@@ -161,13 +173,24 @@ def make_ready(_: object, runner: object) -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return
     sglang_indexer.make_ready(runner.model)
-    for grouping in ("offs", "counts"):
+    _limits.clear()
+    _ready.append((weakref.ref(runner.model), most))
+    _compile(runner.model, most, None)
+
+
+def _compile(model: torch.nn.Module | None, most: int, num_sms: int | None) -> None:
+    invariant = _settings["batch_invariant"]
+    for grouping in ("offs", "counts") if model is not None else ():
         try:
-            invariant = _settings["batch_invariant"]
-            nn.precompile_model(runner.model, most, grouping=grouping, batch_invariant=invariant)
+            nn.precompile_model(model, most, num_sms=num_sms, grouping=grouping, batch_invariant=invariant)
         except ValueError as error:  # no such layers
             engines.logger(engines.SGLANG).info("nothing to make ready: %s", error)
             return
+
+
+def _is_captured() -> bool:
+    """Whether kernels cannot be loaded now."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 AROUND = {

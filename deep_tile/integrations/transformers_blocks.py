@@ -96,7 +96,9 @@ def _rebase_layer(
             made = blocks.to_blocks(weight, scale, format=format_, max_error=max_error)
         except ValueError as error:
             raise ValueError(f"{prefix}{name}: {error}") from None
-        frozen = (torch.nn.Parameter(x, requires_grad=False) for x in (made.weight, made.scale))
+        halves = 2 if name == "gate_up_proj" and weight.shape[1] <= SCALE_BLOCK else 1  # each has a scale there
+        scales = made.scale.repeat_interleave(halves, 1) if halves > 1 else made.scale
+        frozen = (torch.nn.Parameter(x, requires_grad=False) for x in (made.weight, scales))
         done[name] = (*frozen, made.report)
         known[given] = (of_given, *done[name])
     for name, (weight, scale, _) in done.items():

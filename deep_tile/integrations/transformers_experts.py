@@ -33,7 +33,7 @@ def experts_forward(original: Callable, exact: str, client: ModuleType) -> Calla
             return original(self, hidden_states, top_k_index, top_k_weights)
         rows, offs, index = experts.sort_by_expert(top_k_index, self.num_experts)
         x, x_scale = quantize.per_token_cast_to_fp8(hidden_states, rows=rows, offs=offs, **cast)
-        gate_up = grouped.fp8_grouped_gemm(x, x_scale, *operands(self.gate_up_proj, self.gate_up_proj_scale_inv), offs)
+        gate_up = _multiply_gate_up(self, x, x_scale, offs)
         h, h_scale = experts.silu_mul_cast_to_fp8(gate_up, offs=offs, **cast, **gating(self))
         out = grouped.fp8_grouped_gemm(h, h_scale, *operands(self.down_proj, self.down_proj_scale_inv), offs)
         if top_k_weights.dtype not in (torch.float32, torch.bfloat16):
@@ -60,17 +60,26 @@ def _takes_layer(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
     """Whether it is a layer for deep_tile: cheap, and traced by torch.compile."""
     if layer.activation_scheme != "dynamic" or hidden_states.dim() != 2 or not layer.has_gate:
         return False
-    products = (
-        (layer.gate_up_proj, layer.gate_up_proj_scale_inv),
-        (layer.down_proj, layer.down_proj_scale_inv),
-    )
     return all(
-        takes(hidden_states, weight, scale, layer.block_size) and _scale_fits(weight, scale)
-        for weight, scale in products
+        takes(hidden_states, weight, scale, layer.block_size) and tuple(scale.shape) in shapes
+        for weight, scale, shapes in (
+            (layer.gate_up_proj, layer.gate_up_proj_scale_inv, _scale_shapes(layer.gate_up_proj)),
+            (layer.down_proj, layer.down_proj_scale_inv, _scale_shapes(layer.down_proj)[:1]),
+        )
     )
 
 
-def _scale_fits(weight: torch.Tensor, scale: torch.Tensor) -> bool:
-    """transformers gives each half of a narrow gate_up its own scale."""
+def _scale_shapes(weight: torch.Tensor) -> list[tuple[int, ...]]:
+    """Shapes of scales in blocks, and with one for each half of a narrow gate_up, as transformers makes it."""
     groups, n, k = weight.shape
-    return tuple(scale.shape) == (groups, ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK))
+    rows = [ceil_div(n, SCALE_BLOCK)] + [2] * (n <= SCALE_BLOCK)
+    return [(groups, count, ceil_div(k, SCALE_BLOCK)) for count in rows]
+
+
+def _multiply_gate_up(layer: torch.nn.Module, x, x_scale, offs) -> torch.Tensor:
+    """The first product; halves with scales of their own are multiplied separately."""
+    weight, scale = operands(layer.gate_up_proj, layer.gate_up_proj_scale_inv)
+    if tuple(scale.shape) == _scale_shapes(weight)[0]:
+        return grouped.fp8_grouped_gemm(x, x_scale, weight, scale, offs)
+    halves = zip(weight.chunk(2, 1), scale.chunk(2, 1), strict=True)
+    return torch.cat([grouped.fp8_grouped_gemm(x, x_scale, *half, offs) for half in halves], 1)

@@ -35,7 +35,7 @@ def new_console(stderr: bool = False) -> Console:
     file = sys.stderr if stderr else sys.stdout
     if file.isatty():
         return Console(file=file, markup=False, highlight=False, emoji=False)
-    wide = None if "COLUMNS" in os.environ else WIDE
+    wide = None if os.environ.get("COLUMNS", "").strip("0") else WIDE  # rich would print nothing in 0 columns
     return Console(file=_Stripped(file), width=wide, markup=False, highlight=False, emoji=False)
 
 

@@ -76,21 +76,13 @@ LIMIT = 1.5
 """Of gates and ups: so low that it bounds some."""
 
 KINDS = {
-    "gpt_oss": (
-        partial(Mxfp4Config, is_checkpoint_mxfp4_serialized=True),
-        MoeRunnerBackend.AUTO,
-        load_gpt_oss,
-        reference.of_gpt_oss,
-        {"width": 736, "gemm1_alpha": 1.702, "gemm1_clamp_limit": LIMIT, "with_bias": True},
-    ),
-    "deepseek_v4": (
-        partial(Fp8Config, True, "dynamic", weight_block_size=[128, 128], is_fp4_experts=True),
-        MoeRunnerBackend.FLASHINFER_MXFP4,
-        load_deepseek,
-        reference.of_silu,
-        {"width": 128, "swiglu_limit": LIMIT},
-    ),
-}
+    "gpt_oss": (partial(Mxfp4Config, is_checkpoint_mxfp4_serialized=True), MoeRunnerBackend.AUTO, load_gpt_oss,
+                reference.of_gpt_oss,
+                {"width": 736, "gemm1_alpha": 1.702, "gemm1_clamp_limit": LIMIT, "with_bias": True}),
+    "deepseek_v4": (partial(Fp8Config, True, "dynamic", weight_block_size=[128, 128], is_fp4_experts=True),
+                    MoeRunnerBackend.FLASHINFER_MXFP4, load_deepseek, reference.of_silu,
+                    {"width": 128, "swiglu_limit": LIMIT}),
+}  # fmt: skip
 """Of each model its configuration, SGLang's choice on Hopper, its way to load, its activation, and its options."""
 
 
