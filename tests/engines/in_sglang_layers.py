@@ -5,8 +5,8 @@ SGLang, alone and in CUDA graphs, against products in FP64. Prints a line of JSO
 
 SGLang's compiled kernels are too many to build for this: its cast and its activation are torch's here, and DeepGEMM is
 a stand-in that multiplies nothing, so that only the hooks can. Scatter, gather and layouts are SGLang's Triton kernels.
-With TRITON_INTERPRET=1 and --device cpu the same runs without a GPU, but for graphs and the loops of scatter and
-gather, which Triton's interpreter cannot run.
+With TRITON_INTERPRET=1, --device cpu and --layouts masked the same runs without a GPU, but for graphs, the gather and
+the other layout, whose loops Triton's interpreter cannot run; with no layouts it needs no Triton, as in rehearse.py.
 """
 
 import argparse
@@ -220,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=LAYOUTS, help="of experts")
     options = parser.parse_args()
     device = options.device
     settings = stand_in(device)
@@ -238,7 +239,7 @@ def main() -> None:
         for name in options.cases:
             tokens, hidden, n, width = CASES[name]
             found[f"linear, {name}"] = of_linear(config, tokens, hidden, n, device)
-            for layout in LAYOUTS if device == "cuda" else LAYOUTS[:1]:
+            for layout in options.layouts:
                 found[f"{layout} experts, {name}"] = of_experts(config, layout, tokens, hidden, width, device)
         found["limit of SMs"] = of_limit(settings)
     print("FOUND", json.dumps(found))

@@ -49,7 +49,7 @@ REPEATS = 50
 MOST_ERROR = 0.08
 
 
-def errors(model, config) -> dict[str, object]:
+def errors(model, config, sizes: tuple[int, ...] = TOKENS) -> dict[str, object]:
     """What serves the experts of a model's first layer, and by numbers of tokens their errors and whether a CUDA graph
     and later calls have the same bits."""
     from vllm.config import set_current_vllm_config
@@ -64,7 +64,7 @@ def errors(model, config) -> dict[str, object]:
     gated = reference.of_silu if experts.activation == MoEActivation.SILU else reference.of_gpt_oss
     found = {"experts": type(method.moe_kernel.impl.fused_experts).__name__, "activation": experts.activation.value}
     found |= {"experts' weights": [list(experts.w13_weight.shape), list(experts.w2_weight.shape)]}
-    for tokens in TOKENS:
+    for tokens in sizes:
         x = torch.randn(tokens, up.shape[-1], device=device).bfloat16()
         ids = torch.stack([torch.randperm(count, device=device)[:4] for _ in range(tokens)]).int()
         shares = torch.rand(tokens, 4, device=device)
@@ -105,7 +105,7 @@ def _in_graph(product) -> torch.Tensor:
 
 
 def _stays(product, x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether `out` comes again, behind calls that leave other values in memory and beside another stream's work."""
+    """Whether `out` comes again, behind calls that leave other values in memory, at first beside another stream's."""
     square, stream = torch.randn(4096, 4096, device=x.device).bfloat16(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
