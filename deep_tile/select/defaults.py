@@ -110,8 +110,8 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
 
 
 def within(config: GemmConfig, smem_bytes: int) -> GemmConfig:
-    """The config, with fewer stages and output boxes where shared memory has no room for its own. It may not fit with
-    two stages and one box either: then it has these."""
+    """The config, with fewer stages and output boxes where shared memory has no room for its own. If not even two
+    stages and one box fit, the config has these and does not fit."""
     if config.smem_bytes <= smem_bytes:
         return config
     smallest = replace(config, stages=2, store_buffers=1)
@@ -177,7 +177,7 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
 
 
 def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
-    """Whether a finish leaves no room for the kernel's code."""
+    """Whether the kernel's code would be too long with this epilogue."""
     copies = config.column_shifts * config.chunks * config.accumulator_registers
     behind_bias = activation if bias != "none" else None
     if config.quantizes and config.block_n == 256 and (activation in ("gelu", "gelu_tanh") or behind_bias == "silu"):
@@ -188,7 +188,7 @@ def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
 
 
 def _is_crowded(config: GemmConfig, activation: str) -> bool:
-    """Whether a finish leaves too few registers."""
+    """Whether this epilogue leaves too few registers."""
     if activation != "none" and ((config.block_m, config.block_n) == (64, 256) or (config.split_k > 1 < config.chunks)):
         return True
     if config.is_packed and activation.startswith("gelu") and config.block_n not in _ROOMY_WIDTHS:
@@ -202,7 +202,7 @@ def _is_crowded(config: GemmConfig, activation: str) -> bool:
 
 
 def quantized(config: GemmConfig) -> GemmConfig | None:
-    """The config with a result that is cast to FP8; None where there is none such."""
+    """The config with its result cast to FP8; None if no such config is legal."""
     return _in_fewer_boxes(config, output=QUANTIZED)
 
 

@@ -128,7 +128,7 @@ def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    """All at once, so that a reader never sees half a file."""
+    """Write the file atomically, so that a reader never sees half of it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False) as file:
         file.write(json.dumps(data, indent=1) + "\n")

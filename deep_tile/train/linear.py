@@ -21,7 +21,7 @@ from deep_tile.train.recipe import Recipe, check_tensors, checked_once, require
 _FP8 = Recipe()
 
 _checked: dict[tuple, tuple[joined.Layer, ...] | None] = {}
-"""Of `checked_once`, with a `Layer` for each weight where all are small."""
+"""Results of `checked_once`: a `Layer` for each weight if all are small."""
 
 _FIRST = 6
 """Position of the first parameter among `_Linears`'s arguments."""
