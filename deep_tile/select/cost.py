@@ -48,18 +48,18 @@ PACKED_BLOCK_US = {
     **{(128, 128, 1): (0.478, 0.574), (128, 192, 1): (0.769, 0.875), (256, 64, 1): (0.435, 0.582)},
     **{(256, 96, 1): (0.635, 0.776), (256, 112, 1): (0.734, 0.89), (256, 128, 1): (0.774, 0.96)},
 }
-"""Time per K block of a packed weight, by tile and scale blocks, with scales of blocks and of columns: the conversion,
-which hides WGMMA. To 128x64 and (128, 128) fitted to 112 times of four weights and of 8 groups, with 1 to 4,096 rows;
-the first is of a slower conversion, with scales of columns all are 1.2 times as long (H100, 2026-11-26). The others
-fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 to 4,096 rows: the choice takes 1.004 and 1.013
-times the best's time, at most 1.09 and 1.11; with each weight's by a fit to the other eight 1.003 and 1.015. For eight
-other weights it takes 1.005 and 1.001 times the best of three to five, at most 1.12 and 1.04 (H100,
+"""Time per K block of a packed weight, by tile and scale blocks, with block and with column scales: the conversion,
+which hides WGMMA. Tiles up to 128x64 and (128, 128) are fitted to 112 times of four weights and of 8 groups, with 1 to
+4,096 rows; the first has a slower conversion, and with column scales all take 1.2 times as long (H100, 2026-11-26). The
+others are fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 to 4,096 rows: the choice takes 1.004
+and 1.013 times the best's time, at most 1.09 and 1.11; with each weight's by a fit to the other eight 1.003 and 1.015.
+For eight other weights it takes 1.005 and 1.001 times the best of three to five, at most 1.12 and 1.04 (H100,
 2026-11-27)."""
 
 EXCHANGE_US = 0.94
-"""Of a chunk's sums, 64 rows of 128 columns for each math warpgroup, under split K in two: 128x128 takes so much longer
-per tile than without (fp8.json). MXFP4's 256x128 in two takes 28 to 30 us where 30 to 31 are predicted (H100,
-2026-11-27)."""
+"""Exchange of a chunk's sums (64 rows of 128 columns per math warpgroup) under split K in two: 128x128 takes this much
+longer per tile than without split K (fp8.json). MXFP4's 256x128 in two takes 28 to 30 us where 30 to 31 are predicted
+(H100, 2026-11-27)."""
 
 UNPACK_US, UNPACK_TBPS = 0.5, 2.59
 """Launch time within a graph, and bandwidth, reads and writes, of the kernel that unpacks a weight to FP8: weights of
@@ -171,10 +171,10 @@ def _unsplit(config: GemmConfig) -> GemmConfig:
 
 @lru_cache(maxsize=1_024)
 def _names_of_times(config: GemmConfig) -> tuple[tuple[bool, str, str], ...]:
-    """Kernels whose times a config's may be, whether `along_rows` has them, and of which kind: its own, then those of
-    other results with the same tile, of the kind that it has the times of and of FP8. With an operand along its rows
-    those of such a tile come first. A grouped or transposed tile without times takes those of the same tile that is
-    not."""
+    """Kernels whose times may stand for a config's, best first: (whether `along_rows` has them, kind, name). First the
+    config's own kernel; then kernels with the same tile and other results, of the kind whose times apply, then of FP8.
+    For M- or N-major operands, kernels with such operands come first. A grouped or transposed tile without times
+    takes those of the plain tile."""
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     tile = {field: getattr(config, field) for field in fields}
     timed = times_of(config.kind)

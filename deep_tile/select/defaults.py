@@ -47,9 +47,9 @@ _TILES_OF_KINDS = {
     **{(128, 256): _PAIRS_ALONG_M, (256, 128): CLUSTERS},
 }
 _SPLIT_TILES_OF_KINDS = ((128, 64, 2), (128, 128, 2))
-"""The same for kinds other than FP8 with 16-bit results, by their own searches. With a scale for each column 128x128
-is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less time at two of 19 shapes, more at others
-(H200, 2026-11-24)."""
+"""Like `_SPLIT_TILES`, for kinds other than FP8 with 16-bit results, from their own searches. With a scale per column,
+128x128 is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less time at two of 19 shapes, more at
+others (H200, 2026-11-24)."""
 
 _PACKED_TILES = (
     *((64, 32, 2, 1), (64, 32, 2, 2), (64, 64, 1, 1), (64, 64, 2, 1), (64, 64, 2, 2), (64, 64, 2, 4)),
@@ -78,8 +78,8 @@ _TILES_ALONG_ROWS = {
     **{(128, 256): _PAIRS_ALONG_M, (256, 128): CLUSTERS, (256, 160): _ALONE},
 }
 _SPLIT_TILES_ALONG_ROWS = ((128, 64, 2), (128, 128, 2), (128, 128, 4), (128, 192, 2))
-"""The same for M- and N-major operands: over 150 products "nn" and "tn" the best among these takes 1.0002 times the
-best among 47, at most 1.02 (H100, 2026-11-26)."""
+"""Like `_SPLIT_TILES`, for M- and N-major operands: over 150 products "nn" and "tn" the best among these takes 1.0002
+times the best among 47, at most 1.02 (H100, 2026-11-26)."""
 
 _SPLIT_TILES_OF_16_BITS = ((128, 96, 2), (128, 128, 4))
 """More for 16-bit operands along k: where few tiles have a long K they take up to 10 and 32 % less than the best other
@@ -115,8 +115,8 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
 
 
 def within(config: GemmConfig, smem_bytes: int) -> GemmConfig:
-    """The config, with fewer stages and output boxes where shared memory has no room for its own. It may not fit with
-    two stages and one box either: then it has these."""
+    """The config, with fewer stages and output boxes where shared memory has no room for its own. If not even two
+    stages and one box fit, the config has these and does not fit."""
     if config.smem_bytes <= smem_bytes:
         return config
     smallest = replace(config, stages=2, store_buffers=1)
@@ -182,7 +182,7 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
 
 
 def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
-    """Whether a finish leaves no room for the kernel's code."""
+    """Whether the kernel's code would be too long with this epilogue."""
     copies = config.column_shifts * config.chunks * config.accumulator_registers
     behind_bias = activation if bias != "none" else None
     if config.quantizes and config.block_n == 256 and (activation in ("gelu", "gelu_tanh") or behind_bias == "silu"):
@@ -193,7 +193,7 @@ def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
 
 
 def _is_crowded(config: GemmConfig, activation: str) -> bool:
-    """Whether a finish leaves too few registers."""
+    """Whether this epilogue leaves too few registers."""
     if activation != "none" and ((config.block_m, config.block_n) == (64, 256) or (config.split_k > 1 < config.chunks)):
         return True
     if config.is_packed and activation.startswith("gelu") and config.block_n not in _ROOMY_WIDTHS:
@@ -207,7 +207,7 @@ def _is_crowded(config: GemmConfig, activation: str) -> bool:
 
 
 def quantized(config: GemmConfig) -> GemmConfig | None:
-    """The config with a result that is cast to FP8; None where there is none such."""
+    """The config with its result cast to FP8; None if no such config is legal."""
     return _in_fewer_boxes(config, output=QUANTIZED)
 
 
