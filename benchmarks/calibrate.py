@@ -2,25 +2,21 @@
 
     PYTHONPATH=. python benchmarks/calibrate.py benchmarks/results/search_h200.json \\
         --chains benchmarks/results/search_chain_h200.json --alone benchmarks/results/alone_h200.json
-    PYTHONPATH=. python benchmarks/calibrate.py search_bf16.json [another_gpu_s.json ...] --kind bf16
-    PYTHONPATH=. python benchmarks/calibrate.py search_bf16_nn.json search_bf16_tn.json --kind bf16
-    PYTHONPATH=. python benchmarks/calibrate.py search_bf16_transposed.json --kind bf16 --transposed
+    PYTHONPATH=. python benchmarks/calibrate.py search_bf16.json [another.json ...] --kind bf16
 
 No GPU. The two coefficients of each config, three where `b` stays, minimise the logarithm of predicted over measured
-time; the constants that all configs share are those of SHARED. Other kinds have searches of bench_kinds.py, each
-predicted for its own GPU, and no choices beside the model's; searches of layouts but "nt" make times/KIND_nn.json, of
-all together. A search of transposed tiles has rows of several layouts; its times are added to these files. For FP8,
-shapes where the model's choice loses are listed, with the best config: the fastest when launched by itself, or, where
-search_chain.py timed it in chains as well, by both. Large products are bound by power: there back-to-back runs of
-bench_gemm.py decide, each config in a power state of its own. Prints the model's error, and what the choices lose
-against the fastest config measured.
+time; the constants that all configs share are those of SHARED and SHARED_OF. Other kinds have searches of
+bench_kinds.py, each predicted for its own GPU, and no choices beside the model's; products of layouts but "nt", which
+a search or one of its rows has, make times/KIND_nn.json, of all together. For FP8, shapes where the model's choice
+loses are listed, with the best config: the fastest when launched by itself, or, where search_chain.py timed it in
+chains as well, by both. Large products are bound by power: there back-to-back runs of bench_gemm.py decide, each config
+in a power state of its own. Prints the model's error, and what the choices lose against the fastest config measured.
 """
 
 import argparse
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import NamedTuple
@@ -32,7 +28,7 @@ from benchmarks.bench_kinds import problem_of
 from benchmarks.predict import Searched, bucket_of, compare, contenders, load_search, summary
 from benchmarks.shapes import Shape
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import KINDS
+from deep_tile.kinds import KINDS, LAYOUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select import cost
 from deep_tile.select.choose import bucket_key, choose, choose_bucket
@@ -41,7 +37,7 @@ from deep_tile.select.hardware import H200, Hardware, for_device
 
 SHARED = {
     **{"launch_us": 5.5, "memory_us": 0.6, "overlap": 6.0},
-    **{"idle_gain": 0.16, "throttle": 0.6, "throttle_us": 1000.0, "load_heat": 0.3},
+    **{"idle_gain": 0.16, "throttle": 0.6, "throttle_us": 1000.0, "load_heat": 0.3, "l2_share": 1.0},
 }
 """Best of a grid around them (launch 4.5 to 6.0, memory 0.6 to 1, overlap 4 to 8, gain 0.05 to 0.2, throttle 0.3 to 0.8
 at 500 or 1000): the choice hardly depends on them, the predicted time does. The load's heat is that by which the model
@@ -59,10 +55,10 @@ WORTH_ALONE = 1.015
 """The same for back-to-back runs: beyond it, a choice made from interleaved runs is wrong for a GPU that runs nothing
 else."""
 
-
-DOUBT = 1.04
-"""Stored over fitted times of transposed tiles: one is chosen where it is predicted to gain more than the model errs.
-Over 540 products and four pairs of halves, 1.03 to 1.06 choose alike to 0.1 %; with 1 a product loses 13 % (H100,
+SHARED_OF = {"bf16": {"overlap": 5.5, "idle_gain": 0.03, "l2_share": 0.9}}
+"""Kinds with constants of their own. With these BF16's choice, fitted to halves of 1,747 products and judged on 890 of
+the others, takes 1.028 times the time of the best of 45 to 51 configs, with FP8's 1.031; with more terms in the model
+(rows that a tile really loads, a rate per SM, the fill of L2) not less than 1.022 (H100, two pairs of halves,
 2026-11-27)."""
 
 
@@ -76,14 +72,20 @@ class Sample(NamedTuple):
     hardware: Hardware
 
 
-def samples_of(
-    config: GemmConfig, searched: Searched, hardware: Hardware = H200, kind: str = "fp8", layout: str = "nt"
-) -> list[Sample]:
+class Row(NamedTuple):
+    """Times of a problem's configs by their names, and the GPU's preset."""
+
+    problem: GemmProblem
+    us: dict[str, float]
+    hardware: Hardware = H200
+
+
+def samples_of(config: GemmConfig, rows: Iterable[Row]) -> list[Sample]:
     """The samples of one config in a search."""
     return [
-        Sample(config, problem_of(kind, shape, layout=layout), times[config.name], min(times.values()), hardware)
-        for shape, times in searched.items()
-        if config.name in times
+        Sample(config, row.problem, row.us[config.name], min(row.us.values()), row.hardware)
+        for row in rows
+        if config.name in row.us
     ]
 
 
@@ -191,72 +193,55 @@ def report_losses(searched: Searched) -> str:
     return f"chosen over fastest: {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
 
 
-class Search(NamedTuple):
-    """One of bench_kinds.py."""
-
-    searched: Searched
-    hardware: Hardware
-    layout: str
+def rows_of(kind: str, path: Path) -> list[Row]:
+    """The rows of a search of bench_kinds.py, whose layout and strides the file or a row may have."""
+    search = store.load(path)
+    layout, hardware = search["meta"].get("layout", "nt"), for_device(search["meta"]["gpu"])
+    rows = []
+    for row in search["shapes"]:
+        problem = problem_of(kind, Shape(row["m"], row["n"], row["k"]), layout=row.get("layout", layout))
+        problem = problem.with_strides(*row["strides"]) if "strides" in row else problem
+        rows.append(Row(problem, timed_configs(row["us"]), hardware))
+    return rows
 
 
 def calibrate_kind(kind: str, paths: list[Path]) -> None:
-    """Calibrate from searches of bench_kinds.py: all have operands along k, or none has."""
-    found = [store.load(path) for path in paths]
-    searches = [
-        Search(
-            {Shape(row["m"], row["n"], row["k"]): timed_configs(row["us"]) for row in search["shapes"]},
-            for_device(search["meta"]["gpu"]),
-            search["meta"].get("layout", "nt"),
-        )
-        for search in found
-    ]
-    apart = any(search.layout != "nt" for search in searches)
-    if apart and any(search.layout == "nt" for search in searches):
-        raise SystemExit("searches are of operands along k and of others: calibrate by each apart")
-    before = losses_of_kind(kind, searches)
-    source = {name: found[0]["meta"][name] for name in ("gpu", "num_sms", "date")}
-    fitted_to = ", ".join(path.name for path in paths)
+    """Calibrate from searches of bench_kinds.py: operands along k, and others, each if there are such rows."""
+    rows = [row for path in paths for row in rows_of(kind, path)]
+    meta = store.load(paths[0])["meta"]
+    source = {name: meta[name] for name in ("gpu", "num_sms", "date")}
+    source["fitted_to"] = ", ".join(path.name for path in paths)
+    before = losses_of_kind(rows)
+    fit_layouts(kind, rows, source, ("nt",), kind, cost.calibration)
+    others = [layout for layout in LAYOUTS if layout != "nt"]
+    fit_layouts(kind, rows, source, others, f"{kind}_{cost.ALONG_ROWS}", cost.along_rows)
+    print(f"{kind}: {before} before, {losses_of_kind(rows)} now")
+
+
+def fit_layouts(
+    kind: str,
+    rows: list[Row],
+    source: dict[str, str],
+    layouts: Iterable[str],
+    name: str,
+    calibration: Callable[[str], cost.Calibration],
+) -> None:
+    """Write the times of some layouts, in `name`: each tile's are fitted to the rows of all of them."""
     output = problem_of(kind, Shape(1, 1, 1)).output
-    candidates = default_configs(True, kind, output, layout=cost.ALONG_ROWS if apart else "nt")
-    configs = {} if apart else borrowed(candidates, kind)
-    model = {**source, "fitted_to": fitted_to, **SHARED, "configs": configs, "choices": {}}
-    name, calibration = (f"{kind}_{cost.ALONG_ROWS}", cost.along_rows) if apart else (kind, cost.calibration)
-    write(model, name)
+    rows = [row for row in rows if row.problem.layout in layouts]
+    if not rows:
+        return
+    candidates = [config for layout in layouts for config in default_configs(True, kind, output, layout=layout)]
+    samples: dict[str, list[Sample]] = {}
     for config in candidates:
-        samples = [
-            sample
-            for search in searches
-            for sample in samples_of(replace(config, layout=search.layout), *search[:2], kind, search.layout)
-        ]
-        if samples:
-            model["configs"][config.timed_name] = [round(value, 4) for value in fit(config, samples, calibration(kind))]
+        samples.setdefault(config.timed_name, []).extend(samples_of(config, rows))
+    configs = borrowed(candidates, kind) if name == kind else {}
+    model = {**source, **SHARED, **SHARED_OF.get(kind, {}), "configs": configs, "choices": {}}
     write(model, name)
-    print(f"{name}: {before} before, {losses_of_kind(kind, searches)} now")
-
-
-def add_transposed(kind: str, path: Path) -> None:
-    """Fit the transposed tiles to a search of several layouts, DOUBT slower, and put them beside the stored times."""
-    search = store.load(path)
-    hardware = for_device(search["meta"]["gpu"])
-    along_rows = f"{kind}_{cost.ALONG_ROWS}"
-    for name, calibration, layouts in ((kind, cost.calibration, ("nt",)), (along_rows, cost.along_rows, ("nn", "tn"))):
-        model = json.loads((cost.TIMES / f"{name}.json").read_text())
-        model["fitted_to"] = f"{model['fitted_to'].split('; ')[0]}; {path.name}"
-        samples: dict[str, list[Sample]] = {}
-        for layout in layouts:
-            output = problem_of(kind, Shape(1, 1, 1)).output
-            made = [config for config in default_configs(True, kind, output, layout=layout) if config.transposed]
-            for row in (row for row in search["shapes"] if row["layout"] == layout):
-                problem = problem_of(kind, Shape(row["m"], row["n"], row["k"]), layout=layout)
-                problem = problem.with_strides(*row["strides"])
-                times = timed_configs(row["us"])
-                for config in (config for config in made if config.name in times):
-                    sample = Sample(config, problem, times[config.name], min(times.values()), hardware)
-                    samples.setdefault(config.timed_name, []).append(sample)
-        for tile, found in samples.items():
-            times = fit(found[0].config, found, calibration(kind))
-            model["configs"][tile] = [round(DOUBT * value, 4) for value in times]
-        write(model, name)
+    for tile, found in samples.items():
+        if found:
+            configs[tile] = [round(value, 4) for value in fit(found[0].config, found, calibration(kind))]
+    write(model, name)
 
 
 def timed_configs(us: dict[str, float]) -> dict[str, float]:
@@ -264,14 +249,10 @@ def timed_configs(us: dict[str, float]) -> dict[str, float]:
     return {name: time for name, time in us.items() if name not in ("torch", "deep_tile")}
 
 
-def losses_of_kind(kind: str, searches: list[Search]) -> str:
+def losses_of_kind(rows: list[Row]) -> str:
     """What the choices lose."""
-    losses = []
-    for search in searches:
-        for shape, times in search.searched.items():
-            chosen = choose(problem_of(kind, shape, layout=search.layout)).name
-            if chosen in times:
-                losses.append(times[chosen] / min(times.values()))
+    chosen = [(choose(row.problem).name, row.us) for row in rows]
+    losses = [us[name] / min(us.values()) for name, us in chosen if name in us]
     return f"chosen over fastest {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
 
 
@@ -281,13 +262,9 @@ def main() -> None:
         "search", type=Path, nargs="+", help="JSON file of search.py, or for another kind those of bench_kinds.py"
     )
     parser.add_argument("--kind", choices=KINDS, default="fp8", help="of product (default: %(default)s)")
-    parser.add_argument("--transposed", action="store_true", help="the search is of transposed tiles")
     parser.add_argument("--chains", type=Path, help="JSON file of search_chain.py; needed for FP8")
     parser.add_argument("--alone", type=Path, help="JSON file of bench_gemm.py --sustained; needed for FP8")
     arguments = parser.parse_args()
-    if arguments.transposed:
-        add_transposed(arguments.kind, *arguments.search)
-        return
     if arguments.kind != "fp8":
         calibrate_kind(arguments.kind, arguments.search)
         return
@@ -298,10 +275,11 @@ def main() -> None:
     run = store.load(path)["run"]
     source = {"gpu": run["gpu"], "num_sms": run["num_sms"], "date": run["date"], "fitted_to": path.name}
     candidates = default_configs()
+    rows = [Row(problem_of("fp8", shape), times) for shape, times in searched.items()]
     model = {**source, **SHARED, "configs": borrowed(candidates), "choices": {}}
     write(model)
     for config in candidates:
-        samples = samples_of(config, searched)
+        samples = samples_of(config, rows)
         model["configs"][config.name] = [round(value, 4) for value in fit(config, samples, cost.calibration())]
     write(model)
     print("model alone:", report(searched))

@@ -38,7 +38,7 @@ _MODULES = {name: module for module, names in _OTHERS.items() for name in names.
 """The module of each public name."""
 
 _SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "train", "watch")
-"""Whose names are public by theirs."""
+"""Public submodules; their names are public through them."""
 
 __all__ = [*sorted(_MODULES), *_SUBMODULES]
 

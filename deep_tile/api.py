@@ -221,7 +221,8 @@ def supports(
 
 
 def described(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call, **finish) -> tuple[Operation, Sizes]:
-    """The operation that `supports` asks, and the sizes that have passed its checks; raises what is wrong."""
+    """The operation that `supports` asks, and the sizes, which its checks accept. Raises an error that names what is
+    wrong."""
     for name, size in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if as_int(size) is None:
             raise ValueError(f"{name} is {size!r}; sizes are ints")
@@ -247,7 +248,8 @@ def described(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call
 
 
 def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | None, grouping: str) -> tuple:
-    """The operation that `supports` asks, and the kind of such operands: the one named, or the first for their kind."""
+    """The operation that `supports` asks (the one that `call` names, else the first for these operands), and its
+    kind."""
     usual = kind_of(dtype, out_dtype)
     products = {name: each for name, each in OPERATIONS.items() if grouping in each.groupings}
     if call is not None:
@@ -265,7 +267,7 @@ def _asked(call: str | None, dtype: torch.dtype | str, out_dtype: torch.dtype | 
 
 
 def operands_of(operation: Operation) -> list[str]:
-    """Names of what it takes for `dtype`."""
+    """Names that `supports` takes as `dtype` for this operation."""
     of_weights = [kind.name for kind in getattr(operation, "kinds", {}).values() if kind.packing]
     return of_weights or [str(dtype) for dtype in operation.dtypes]
 
@@ -273,7 +275,7 @@ def operands_of(operation: Operation) -> list[str]:
 def product_for(
     kind: Kind, grouping: str = "none", out_dtype: torch.dtype | None = None, *, taking: Iterable[str] = ()
 ) -> Product | None:
-    """The product that multiplies operands of this kind and takes these keywords: the first that was described."""
+    """The first described product for operands of this kind that takes these keywords; None if there is none."""
     products = (each for each in OPERATIONS.values() if isinstance(each, Product) and grouping in each.groupings)
     found = (each for each in products if kind in each.kinds.values() and {*taking} <= {*each.names, *each._options})
     return next((each for each in found if out_dtype in (None, *each.results(kind))), None)

@@ -217,8 +217,8 @@ def shard(
     weight: torch.Tensor, scale: torch.Tensor, dim: int, begin: int, end: int, max_error: float
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """A slice along rows (`dim` -2) or columns (-1) of a weight in 128x128 blocks: the part, its scale, and the count
-    of leading zero rows or columns. None do where it begins with a block, or is cut into blocks anew within
-    `max_error`.
+    of leading zero rows or columns. There are no such rows or columns if the part begins with a block, or if
+    `max_error` allows cutting it into blocks anew.
 
     Args:
         weight, scale: [..., n, k] float8_e4m3fn and [..., ceil(n / 128), ceil(k / 128)].
@@ -244,7 +244,7 @@ def _are_equal_but_for_powers(scales: torch.Tensor, dim: int) -> bool:
 
 
 def checked(call: str, weight: object, scale: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """A quantised weight and its scale, without gradients. Raises what `to_blocks` raises of one by itself."""
+    """A quantised weight and its scale, without gradients. Raises `to_blocks`' errors for a single tensor."""
     tensors.require_values(call, weight=weight, scale=scale)
     tensors.require_tensors(weight=weight, scale=scale)
     weight, scale = weight.detach(), scale.detach()
@@ -319,7 +319,7 @@ class _Tally:
         self.changed = torch.zeros(self.of_scale, dtype=torch.int64, device=device)
 
     def errors(self) -> torch.Tensor:
-        """Of each row."""
+        """Each row's relative error."""
         return torch.where(self.lost > 0, self.lost / self.squares, 0).sqrt()
 
     def report(self, source: formats.Source, elements: int) -> Rebased:
@@ -472,7 +472,7 @@ class _Part:
         return elements.to(FP8_DTYPE).flatten(1)
 
     def changes(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Squared per row, and counted per block."""
+        """The squared change per row, and the count of changed elements per block."""
         now = codes.view(self.products.shape).to(self.products.dtype)
         difference = (now if self.divisor is None else now * self.divisor) - self.products
         lost = self.norms(difference)

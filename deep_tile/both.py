@@ -21,7 +21,7 @@ _FIELDS = {
     "tiles": ("x", "row_out", "scale", "out"),
     "codes": ("x", "out"),
 }
-"""By `codegen.BothKernel.what`: fields in `params.CAST_BOTH` for the tensors, in launch order."""
+"""Fields in `params.CAST_BOTH` for the tensors, in launch order, by `codegen.BothKernel.what`."""
 
 
 class CastBoth(NamedTuple):
@@ -199,7 +199,7 @@ class Matrices(quantize.Casting):
         super().__init__(name, tensors, keywords, overload=None, gradient_of=written, **how)
 
     def differentiate(self, given: Given, options) -> None:
-        """The gradient is dropped."""
+        """Drops the gradient: weights may require one."""
 
     def check(self, given: Given, options) -> None:
         name, x = self.names[0], given[0]
@@ -291,7 +291,7 @@ def along_numbers(a: torch.Tensor, a_scale: torch.Tensor) -> dict[str, int]:
 
 
 def _of_matrices(x: torch.Tensor, transpose: torch.Tensor, scale: torch.Tensor | None = None) -> dict[str, float]:
-    """What every transpose of matrices is told; all are as this module allocates them, or any that kernels can read."""
+    """Parameters that all transposing kernels share, for matrices with any steps that kernels can read."""
     rows, columns = x.shape[-2:]
     elements = tensors.ALIGNMENT_BYTES // x.element_size()
     strides = (x.stride(-2), _step(x), columns)
@@ -307,7 +307,7 @@ def _of_matrices(x: torch.Tensor, transpose: torch.Tensor, scale: torch.Tensor |
 
 
 def _step(x: torch.Tensor) -> int:
-    """From one matrix to the next."""
+    """Elements from one matrix to the next."""
     return x.stride(0) if x.dim() == 3 else 0
 
 

@@ -47,7 +47,7 @@ _TOKEN_FIELDS = {"rows": "index", "offs": "ends"}
 
 
 class SortSchedule(NamedTuple):
-    """Who counts and who places choices in a sort.
+    """How a sort's choices are divided among thread blocks and warps, for counting and placing.
 
     Attributes:
         grid: thread blocks.
@@ -71,15 +71,16 @@ index. More blocks would leave too few registers: 32 hold loaded values, 8 the s
 take 0.3 to 1.6 us longer for up to 32 tokens of eight experts, which then wait twice (H100, 2026-11-26)."""
 
 UNPACK = {name: UnpackKernel(name, threads=256, blocks_per_sm=6) for name in PACKED}
-"""By the kind of products. A warp has a kilobyte of reads under way, 32 of an SM's as much as the roofline asks for."""
+"""Unpacking kernels by packed kind. A warp has 1 KB of reads in flight; an SM's 32 warps have what the roofline asks
+for."""
 
 TRANSPOSED = {
     "bf16": TransposedKernel("bf16", columns=64, threads=256, blocks_per_sm=6),
     "fp16": TransposedKernel("fp16", columns=64, threads=256, blocks_per_sm=6),
     "fp32": TransposedKernel("fp32", columns=64, threads=256, blocks_per_sm=4),
 }
-"""By the source's format. A thread holds 4 tokens x 16 bytes, or 8 in FP32: with more blocks registers would spill.
-Tiles with 128 columns take up to 12 % longer, with 32 up to 28 % (H200, 2026-11-24)."""
+"""Kernels of the cast along tokens, by source format. A thread holds 4 tokens x 16 bytes, or 8 in FP32: with more
+blocks registers would spill. Tiles with 128 columns take up to 12 % longer, with 32 up to 28 % (H200, 2026-11-24)."""
 
 BOTH = {
     ("rows", "bf16"): BothKernel("rows", "bf16", threads=512, blocks_per_sm=2),
@@ -93,41 +94,42 @@ BOTH = {
     ("tiles", "fp32"): BothKernel("tiles", "fp32", threads=512, blocks_per_sm=1),
     ("codes", "e4m3"): BothKernel("codes", "e4m3", threads=256, blocks_per_sm=6),
 }
-"""By `what` and source format. A thread holds 4 or 8 rows x 16 bytes; with more blocks registers would spill."""
+"""Kernels of casts both ways, by `what` and source format. A thread holds 4 or 8 rows x 16 bytes; with more blocks
+registers would spill."""
 
 GATED = {
     (source, blocks): GatedKernel(source, blocks, threads=512, blocks_per_sm=2)
     for source in ("bf16", "e4m3")
     for blocks in (False, True)
 }
-"""By the format of gate and up, and whether h has 128x128 scales. Two of three tiles wait in shared memory, so 64
-registers suffice."""
+"""Kernels of SwiGLU's gradient, by the format of gate and up, and whether h has 128x128 scales. Two of three tiles wait
+in shared memory, so 64 registers suffice."""
 
 NORM_VECTOR = 8
 """Columns per thread, as in norm.cuh: 16 bytes."""
 
 NORM = {most: NormKernel(most // NORM_VECTOR, blocks) for most, blocks in ((2048, 8), (4096, 4), (8192, 2))}
-"""By the most columns. With 32 registers all of an SM's threads have 32 bytes of reads under way."""
+"""RMSNorm kernels by their most columns. With 32 registers, all of an SM's threads have 32 bytes of reads in flight."""
 
 SORT = {choice: SortKernel(choice, threads=512, blocks_per_sm=1) for choice in ("int32", "int64")}
-"""By a choice's dtype. With 512 threads a block's per-expert data fits into 48 KB."""
+"""Sorting kernels by the choices' dtype. With 512 threads a block's per-expert data fits into 48 KB."""
 
 MOST_EXPERTS = 512
-"""That choices are sorted by: one for each thread."""
+"""Most experts that choices are sorted by: one per thread."""
 
 _SORT_BLOCKS = 64
-"""At most: more would wait for others, where clusters do not fill a GPU's parts evenly. 65,536 choices take 1.7 us more
-with 128 blocks. With blocks to spare a warp places 32 choices, one per lane: 4,096 and 16,384 choices take 0.5 to 0.7
-us less than with 64 (H100, 2026-11-26)."""
+"""Most thread blocks of a sort: more would wait for others, where clusters do not fill a GPU's parts evenly. 65,536
+choices take 1.7 us more with 128 blocks. With blocks to spare a warp places 32 choices, one per lane: 4,096 and 16,384
+choices take 0.5 to 0.7 us less than with 64 (H100, 2026-11-26)."""
 
 _COUNTED_ALONE = 4096
 """Choices that one block counts faster than a cluster's blocks can synchronise."""
 
 _MOST_PLACED_BY_WARP = 2048
-"""A block's are told by 16 bits."""
+"""Most choices that a warp places: a block counts its choices in 16 bits."""
 
 MOST_CHOICES = _SORT_BLOCKS * _MOST_PLACED_BY_WARP * SORT["int64"].threads // WARP
-"""That the kernels sort; torch takes a fraction longer for more."""
+"""Most choices that the kernels sort; for more, torch takes a fraction longer."""
 
 _FILLED_BY_BLOCK = 8192
 """Padding rows per block, if there are enough blocks."""
@@ -152,7 +154,7 @@ def roofline(
 def choose(
     block_rows: int, source: str, rows: int, columns: int, num_sms: int, what: str = "plain"
 ) -> tuple[CastKernel, int]:
-    """The kernel for a cast, and how many thread blocks to launch. The size matters to the number alone."""
+    """The kernel for a cast, and its grid size; only the latter depends on the size."""
     _check_count(ceil_div(rows, block_rows) * ceil_div(columns, SCALE_BLOCK), rows, columns)
     walls = roofline(block_rows, source, rows, columns, replace(H200, num_sms=num_sms), what)
     kernel = CastKernel(block_rows, source, what, walls.warps * WARP, walls.threads_per_row, walls.blocks_per_sm)
@@ -168,14 +170,14 @@ def _check_count(count: int, rows: int, columns: int) -> None:
 
 
 def choose_combine(tokens: int, columns: int, num_sms: int) -> tuple[CombineKernel, int]:
-    """The kernel that adds up experts' rows, and how many thread blocks to launch. Sizes matter to the number alone."""
+    """The kernel that adds up experts' rows, and its grid size; only the latter depends on sizes."""
     items = tokens * ceil_div(columns, COMBINE_COLUMNS)
     _check_count(items, tokens, columns)
     return COMBINE, min(num_sms * COMBINE.blocks_per_sm, ceil_div(items, COMBINE.threads))
 
 
 def choose_transposed(source: str, tokens: int, columns: int, num_sms: int) -> tuple[TransposedKernel, int]:
-    """The kernel for a cast along tokens, and how many thread blocks to launch. Sizes matter to the number alone."""
+    """The kernel for a cast along tokens, and its grid size; only the latter depends on sizes."""
     kernel = TRANSPOSED[source]
     tiles = ceil_div(tokens, SCALE_BLOCK) * ceil_div(columns, kernel.columns)
     _check_count(tiles, tokens, columns)
@@ -203,7 +205,7 @@ def choose_norm(rows: int, columns: int) -> tuple[NormKernel, int] | None:
 
 
 def unpack_grid(kernel: UnpackKernel, units: int, num_sms: int) -> int:
-    """Thread blocks that unpack so many units, a warp each at a time."""
+    """Grid size for unpacking `units` units; a warp takes one at a time."""
     return min(num_sms * kernel.blocks_per_sm, ceil_div(units, kernel.threads // WARP))
 
 

@@ -28,7 +28,7 @@ SOURCES = {
     "offs": "pass the row behind each group's last, as a tensor of int32",
     "counts": "pass how many rows each group has, as a tensor of int32",
 }
-"""Where the right argument comes from."""
+"""Which function makes each argument, for errors."""
 
 
 class Sizes(NamedTuple):

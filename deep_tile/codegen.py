@@ -483,7 +483,7 @@ class LogitsKernel(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """That a warpgroup's queries are multiplied in: each a WGMMA that is wide enough for shared memory's rate."""
+        """Parts of a warpgroup's queries, one WGMMA each, still wide enough for shared memory's rate."""
         return 2 if self.queries % 2 == 0 and self.queries * self.heads >= 192 else 1
 
     @property
@@ -555,10 +555,10 @@ a thread block's; `blocks_per_sm` thread blocks must fit into an SM's registers 
 
 
 def streaming_source(kernel: StreamingKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`: of most a kernel that hands its
+    """CUDA C++ for kernel `kernel.name`, self-contained as by `kernel_source`. Most such kernels only pass their
     parameters to the function `kernel.function`.
 
-    Their argument is no __grid_constant__: read in place, it makes the tiled FP32 cast spill (NVRTC 13.0.88).
+    The parameters are no __grid_constant__: read in place, they make the tiled FP32 cast spill (NVRTC 13.0.88).
     """
     if isinstance(kernel, (LogitsKernel, ThinKernel)):
         return logits_source(kernel) if isinstance(kernel, LogitsKernel) else thin_source(kernel)

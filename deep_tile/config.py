@@ -47,7 +47,7 @@ ACCUMULATOR_LIMIT = 192
 """Accumulators that a math thread with 232 registers can hold beside addresses and scales."""
 
 PAIRED_ACCUMULATOR_LIMIT = 216
-"""The same with 240 registers, which PAIRED_TILES may use."""
+"""`ACCUMULATOR_LIMIT` with 240 registers, which PAIRED_TILES may use."""
 
 _MOST_BOXES = 4
 """Most boxes per K block of an N-major `b` that divide a tile; with more, boxes of 128 bytes overlap the next tile. One
@@ -61,7 +61,7 @@ UNIT_ROWS = 16
 """Rows of a packed `b` whose K blocks are stored contiguously."""
 
 PACKED_ACCUMULATOR_LIMITS = {4: 168, 8: 136}
-"""The same beside so many converter warps, for kernels with one row chunk or with a second set of temporaries."""
+"""`ACCUMULATOR_LIMIT` by converter warps, for kernels with one row chunk or with a second set of temporaries."""
 
 PAIRED_TILES = (112, 144)
 """block_n for 128-row tiles that may process K blocks in pairs. Their main-loop copies, one per scale alignment, stay
@@ -369,8 +369,7 @@ class GemmConfig:
         return MMA_K_BYTES // self.product.a.bytes
 
     def sides(self, of_a: Side, of_b: Side) -> tuple[Side, Side]:
-        """What belongs to the rows and to the columns of the product that the kernel computes: of `a` and of `b`, or,
-        transposed, of `b` and of `a`."""
+        """The sides of the kernel's rows and columns: (of_a, of_b), or, transposed, (of_b, of_a)."""
         return (of_b, of_a) if self.transposed else (of_a, of_b)
 
     @property
@@ -390,11 +389,11 @@ class GemmConfig:
 
     @property
     def cuts_b(self) -> bool:
-        """Whether the matrix's last box of an N-major `b` has its rows only: of a transposed product, whose columns are
-        rows of `a`, and where boxes divide a tile."""
+        """Whether the last box of an N-major `b` is cut to the matrix's rows: in a transposed product, whose columns
+        are rows of `a`, if boxes divide the tile."""
         return self.transposed and self.b_span > 0 and self.b_rows == self.block_n
 
-    # Where b is.
+    # Storage of b.
 
     @property
     def resident_b(self) -> bool:
@@ -437,8 +436,7 @@ class GemmConfig:
 
     @property
     def k_range(self) -> tuple[int, int | None]:
-        """The smallest and the largest k that the kernel can multiply, None: any. Where `b` stays, there must be two K
-        blocks: see `b_stages`' refusal."""
+        """The smallest and the largest k that the kernel can multiply; None: any. A resident `b` needs two K blocks."""
         return (SCALE_BLOCK + 1, self.b_stages * SCALE_BLOCK) if self.resident_b else (1, None)
 
     def takes_k(self, k: int) -> bool:
@@ -606,8 +604,8 @@ class GemmConfig:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the math warpgroups take turns in beginning their WGMMAs: where one has nothing under way while it
-        promotes, and the other's chain is long enough to cover that."""
+        """Whether the math warpgroups take turns in issuing WGMMAs: if a promoting warpgroup has no WGMMA in flight,
+        and the other's WGMMAs take long enough to cover the promotion."""
         return self.math_warpgroups == 2 and self.chunks == 1 and self.block_sets == 1
 
     @property
@@ -795,8 +793,8 @@ class GemmConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Those that do not depend on the stage count. Each math warpgroup, and each `b` slot outside the ring, has two
-        barriers; a packed `b` a table with 8-byte entries."""
+        """Shared-memory bytes that do not depend on the stage count. Each math warpgroup, and each `b` slot outside the
+        ring, has two barriers; a packed `b` a table with 8-byte entries."""
         apart = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
         if self.is_packed:
             apart += 8 * PACKED_TABLES + (self.unit_stages * self.unit_bytes if self.math_warpgroups == 2 else 0)
@@ -834,7 +832,8 @@ def check_sizes(**sizes: object) -> None:
 
 
 def as_counts(**sizes: object) -> tuple[int, ...]:
-    """Sizes as ints, since NumPy's overflow. Raises TypeError for what is no int, ValueError for what no layer has."""
+    """Sizes as Python ints, since NumPy's overflow. Raises TypeError unless each is an int, ValueError unless it is in
+    [0, 2^31)."""
     for name, size in sizes.items():
         number = as_int(size)
         if number is None:

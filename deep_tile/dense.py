@@ -92,7 +92,7 @@ class Product(Operation):
         return self.kinds[found, a.dtype, b.dtype]
 
     def scaling(self, operands: Given, known: list[str]) -> str:
-        """If its dtypes have several."""
+        """The scaling, for dtypes with several; derived from scale shapes."""
         raise NotImplementedError
 
     def dtype_of_out(self, options, a: torch.Tensor) -> torch.dtype:
@@ -119,7 +119,7 @@ class Product(Operation):
         return {config for layout in layouts for config in configs_of(of_all._replace(layout=layout))}
 
     def casts(self, kind: Kind) -> list[StreamingKernel]:
-        """Memory-bound kernels that calls launch besides."""
+        """Memory-bound kernels that a call launches beside the GEMM."""
         return []
 
     def check_dtypes(self, given: Given) -> None:
@@ -192,8 +192,8 @@ class Dense(Product):
             raise ValueError("accumulate is True and out None: pass what the product is added to")
 
     def scaling(self, operands: Given, known: list[str]) -> str:
-        """The scaling, by scale shapes. With one block in both k and n all scalings are equal, of which a symbolic n is
-        not asked."""
+        """The scaling, by scale shapes. If k and n have one block each, all scalings are equal. A symbolic n counts as
+        larger: asking for its size would fix it."""
         a, a_scale, b, b_scale = operands
         of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
         k = sum(a.shape[1:2])
@@ -273,7 +273,7 @@ class Dense(Product):
         as_stored = (x.t() if checks.lies_along_rows(x) else x for x in self.matrices(given))
         strides = [row_stride(x) for x in (*as_stored, out)]
         if kind.packing:
-            strides[1] = given[0].shape[1]  # as if it were FP8: there is no map
+            strides[1] = given[0].shape[1]  # an FP8 b's stride: a packed b has no map
         scales = {"a_scale_strides": (0, 0), "b_scale_strides": (0, 0), "a_scale_aligned": False}
         if kind.scaling != "none":
             _, a_scale, _, b_scale = given[:4]
@@ -313,7 +313,7 @@ class Dense(Product):
             scaling = self.kind(given, options).scaling
             product = REFERENCES[scaling](*unpacked(given[: self.count]), dtype)
         else:
-            product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
+            product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # infinite scales would make NaN
         if is_finished:
             product = finished(product, bias, options.activation)
         if options.accumulate:

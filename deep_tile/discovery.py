@@ -88,7 +88,7 @@ def _when_imported(name: str, then: Callable[[], None]) -> None:
 
 
 _waiting: dict[str, Callable[[], None]] = {}
-"""By the modules that are not imported yet."""
+"""Callbacks by the module whose import they wait for."""
 
 
 class _Watcher:

@@ -54,7 +54,7 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) ->
         RuntimeError: the kernel is not loaded yet while a CUDA graph is captured; or as `per_token_cast_to_fp8`.
     """
     if type(experts) is not int:
-        experts = as_int(experts) or experts  # of NumPy's, which would overflow; what is none is refused
+        experts = as_int(experts) or experts  # a Python int: NumPy's would overflow
     return Routing(*SORT_BY_EXPERT.run((chosen, None, None, None), (experts, alignment)))
 
 
@@ -105,7 +105,7 @@ class Sort(quantize.Casting):
         return given[0].contiguous(), *given[1:]
 
     def needs_kernel(self, given: Given) -> bool:
-        """Sort by torch what no kernel takes, also on a GPU."""
+        """False for sizes that no kernel takes: torch then sorts, also on a GPU."""
         chosen, _, offs, _ = given
         fits = len(offs) <= cast.MOST_EXPERTS and chosen.numel() <= cast.MOST_CHOICES
         return fits and chosen.numel() > 0 and self.is_on_gpu(chosen) and launches.is_hopper(chosen.get_device())
@@ -128,7 +128,7 @@ def _rows_size(choices: int, experts: int, alignment: int) -> int:
 
 
 def sorted_by_torch(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
-    """The definition."""
+    """`sort_by_expert`'s definition, in torch."""
     top_k, device = chosen.shape[1], chosen.device
     numbers = chosen.flatten().clamp(-1, experts).short().remainder_(experts + 1)
     of_row, order = numbers.sort(stable=True)
@@ -142,7 +142,7 @@ def sorted_by_torch(chosen: torch.Tensor, experts: int, alignment: int) -> Routi
 
 
 def _spread(packed: Routing, of_row: torch.Tensor, alignment: int) -> Routing:
-    """The same with experts starting at multiples of `alignment`; `of_row` is each packed row's expert."""
+    """The lists spread out, so that experts start at multiples of `alignment`; `of_row` is each packed row's expert."""
     rows, offs, index = packed
     counts = offs.diff(prepend=offs.new_zeros(1))
     taken = ceil_div(counts, alignment) * alignment

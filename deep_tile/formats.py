@@ -31,14 +31,14 @@ _LARGEST_GLOBAL_SCALE = 2.0**120
 _HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_HALVES, *(-x for x in _HALVES))
 INT4 = (*map(float, range(8)), *map(float, range(-8, 0)))
-"""What codes of 4 bits stand for."""
+"""The values of the 16 codes, of e2m1 and of INT4."""
 
 
 class Format(NamedTuple):
     """How a weight is quantised.
 
     Attributes:
-        rows, columns: that share a scale; 0 for all there are.
+        rows, columns: how many share a scale; 0: all.
         packed: whether elements have 4 bits, two per byte, the first in its low half; else e4m3, one per byte.
         inferred: scale dtypes by which the format is recognised; with others it must be named.
         codes: the values of the 16 codes, if packed.

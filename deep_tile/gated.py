@@ -191,7 +191,7 @@ class SwigluCast(transposed.AlongTokens):
         }
 
     def define(self, given: Given, options: both.BothOptions) -> None:
-        """By torch, and the casts that are joined."""
+        """Computes in torch, then casts by the separate functions."""
         dh, gate_up, *made, gate_up_scale, share, offs = given
         gradient, hidden, of_share = _values(dh, gate_up, gate_up_scale, share)
         lists = {} if offs is None else {"offs": offs, "alignment": options.alignment}

@@ -142,10 +142,9 @@ class ProductCast(dense.Dense):
         return options._replace(num_sms=checked.num_sms, pdl=checked.pdl)
 
     def _run_unknown(self, given: Given, options: tuple) -> None:
-        """Also by two launches."""
+        """Slow path; also makes the call as two launches if these are faster."""
         signature, named = launches.signature(*given), Options(*options)
-        # Whether types are right, and not only equal to right ones, the product says before it launches; the cast does
-        # after.
+        # The product checks exact types (True is not 1) before it launches; the cast checks them after that.
         if type(named.amax_floor) is bool or launches.find(self.in_turn, options, signature) is None:
             self.check_arguments(given, named)
             given = self.readable(given)

@@ -185,7 +185,7 @@ class Grouped(Product):
             row_strides(x, round_up(x.shape[-1], tensors.ALIGNMENT_BYTES // x.element_size()))
             for x in (a, b.transpose(1, 2) if along_n else b, given[-1])
         )
-        if problem.product.packing:  # as if it were FP8, but for groups: there is no map
+        if problem.product.packing:  # an FP8 b's strides: a packed b has no map
             b_stride, b_rows = a.shape[-1], b.shape[1] * ceil_div(a.shape[-1], SCALE_BLOCK)
         a_scale_strides = b_scale_strides = (0, 0, 0)
         if problem.product.row_scales:

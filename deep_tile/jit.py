@@ -53,15 +53,15 @@ _LOG_PADDING = "\0 \n"
 
 
 def fork_safe_lock() -> AbstractContextManager:
-    """A lock that no child process inherits from a thread that it does not have: a fork waits for who holds it."""
+    """A lock that every fork takes first. So a child never inherits it from a thread that the child lacks."""
     lock = threading.RLock()
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     return lock
 
 
 import_lock = fork_safe_lock()
-"""Two threads that both import cuda.core 1.2 for the first time get an ImportError; a child process that was forked
-during an import would wait for its end for ever."""
+"""Held while cuda.core is imported. Two threads that import cuda.core 1.2 at once get an ImportError, and a child that
+is forked during an import waits for ever for its end."""
 
 _LOCK_TIMEOUT_SECONDS = 60
 """How long to wait for another process that compiles the same kernel, before compiling it again: a hundred times its
@@ -265,14 +265,14 @@ def compile_kernel(source: str, name: str) -> Compiled:
 
 
 def _is_of_compiler(error: Exception) -> bool:
-    """Whether cuda.core raised it, and not a signal's handler, as timeouts have one. Its class for compile errors is
-    not public, and some of its errors are Python's own."""
+    """Whether cuda.core raised the error, and not a signal handler (timeouts use one). The type does not tell:
+    cuda.core's class for compile errors is not public, and some of its errors are Python's own."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return any(name.partition(".")[0] == "cuda" for name in (type(error).__module__, frame.f_globals["__name__"]))
 
 
 _compiling: set[threading.Thread] = set()
-"""Threads within NVRTC. A fork's child has none of its parent's."""
+"""Threads within NVRTC. A forked child has none of its parent's threads."""
 
 os.register_at_fork(after_in_child=_compiling.clear)
 
@@ -286,7 +286,7 @@ def _outliving_the_interpreter(name: str) -> Iterator[None]:
     thread = threading.current_thread()
     _compiling.add(thread)  # first: the end sets `_is_ending`, then looks here
     try:
-        if _is_ending and thread is not threading.main_thread():  # which runs exit hooks, and ends after them
+        if _is_ending and thread is not threading.main_thread():  # the main thread ends after exit hooks
             raise RuntimeError(f"{name} would have to be compiled, while the interpreter ends")
         yield
     finally:
@@ -641,7 +641,7 @@ class _KernelCache:
         if self.directory is None:
             return [len(cubin) for cubin in self._memory.values()]
         sizes = []
-        with contextlib.suppress(PermissionError):  # of a directory in which this process finds no kernels
+        with contextlib.suppress(PermissionError):  # an unreadable directory has no kernels for us
             for path in self.directory.glob(f"{_ENTRIES}/*/*"):
                 with contextlib.suppress(OSError):  # another process may remove it meanwhile
                     sizes.append(path.stat().st_size)
@@ -658,7 +658,8 @@ class _KernelCache:
 
     @property
     def _files(self) -> FileStreamProgramCache:
-        """This process's. Raises OSError for an unusable directory, and ImportError without cuda.core."""
+        """This process's FileStreamProgramCache. Raises OSError for an unusable directory, and ImportError without
+        cuda.core."""
         with import_lock:
             from cuda.core.utils import FileStreamProgramCache
 
@@ -712,7 +713,7 @@ class _KernelCache:
 
 
 def _entry_path(directory: Path, key: bytes) -> Path:
-    """Where FileStreamProgramCache keeps an entry, since cuda-core 1.1. Read here, a hit takes 0.7 ms; through
-    cuda.core, asked where nothing is found here, 45 ms, mostly the import."""
+    """Where FileStreamProgramCache keeps an entry, since cuda-core 1.1. Reading the file here takes 0.7 ms; through
+    cuda.core, which is asked if this finds nothing, 45 ms, mostly the import."""
     digest = hashlib.sha256(key).hexdigest()
     return directory / _ENTRIES / digest[:2] / digest[2:]

@@ -1,4 +1,4 @@
-"""Prepared launches, remembered for calls alike: by a call's options and its tensors' signature.
+"""The launch cache: prepared launches by a call's options and its tensors' signature.
 
 C finds a launch by itself (`_launcher.launch_known`) for plain tensors in torch's own types, which it reads through
 DLPack. Others (subclasses, or all if torch has no DLPack C exchange API) take the same path here, in Python, once they
@@ -16,18 +16,18 @@ Prepared = _launcher.Launch | tuple[_launcher.Launch, ...]
 """One launch, or several in a row on the same tensors."""
 
 Launches = dict[bytes | tuple, Prepared]
-"""By the tensors' signature: bytes where C reads it, a tuple where Python does."""
+"""Launches by the tensors' signature: bytes if C reads the tensors, a tuple if Python does."""
 
 Table = dict[tuple, tuple[tuple, Launches]]
-"""Launches by options, which are kept to tell True from 1 and 1.0."""
+"""Launches by options. The options are also stored as a value, to tell True from 1 and 1.0."""
 
 MAX_OPTIONS = 1_024
 MAX_SIGNATURES = 65_536
-"""Different options that a table remembers launches for, and launches in all. One more, and all are forgotten."""
+"""Limits of a table: different options, and launches in all. One more empties the table."""
 
 
 def teach_launcher() -> None:
-    """Have C read tensors, where it can tell the plain ones."""
+    """Have C read tensors, if torch's layout lets it recognise plain ones."""
     place, of_storage = tensors.find_keys(), tensors.find_storage() or ()
     if place is not None:
         for tensor_type in (torch.Tensor, torch.nn.Parameter):

@@ -153,7 +153,7 @@ def _wants_gradient(*given: torch.Tensor | None) -> bool:
 
 
 def _refuse_gradient(b, b_scale, out) -> None:
-    """Raise where a gradient is wanted that does not exist."""
+    """Raise if `out` is given, or a quantised weight or its scale requires a gradient."""
     if out is not None:
         raise RuntimeError(
             "out is given, and writing to a tensor has no gradient. Drop out, or call under torch.no_grad()"
@@ -206,7 +206,7 @@ def _product_options(options: Options) -> dict:
 
 
 class Linear(Operation):
-    """Of x, b, b_scale, bias, out and the workspace: a launch of the cast, and one of the product."""
+    """`fp8_linear`: launches the cast of x into the workspace, then the GEMM."""
 
     Options = Options
     groupings = ("none",)
@@ -219,12 +219,13 @@ class Linear(Operation):
         return _SOURCE_DTYPES
 
     def problem_for(self, asked: checks.Sizes, num_sms: int) -> GemmProblem:
-        """The product's, whose result has the input's dtype unless it is quantised."""
+        """The GEMM's problem. Its result has the input's dtype, unless the input is quantised."""
         wide = None if asked.dtype == quantize.FP8_DTYPE else asked.dtype
         return dense.FP8_GEMM.problem_for(asked._replace(out_dtype=asked.out_dtype or wide), num_sms)
 
     def check_sizes(self, asked: checks.Sizes) -> None:
-        """The product's checks. An input that is not quantised yet may have any strides; `quantize_weight` aligns."""
+        """The GEMM's checks. An input that is not quantised yet may have any row stride; `quantize_weight` aligns
+        rows."""
         a_stride, b_stride = asked.strides
         aligned = round_up(asked.k, tensors.ALIGNMENT_BYTES)
         a_stride = a_stride if asked.dtype == quantize.FP8_DTYPE else aligned
@@ -295,7 +296,7 @@ class Linear(Operation):
         dense.fp8_gemm(a, a_scale, b, b_scale, _rows_of_out(out), bias=bias, **_product_options(options))
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared:
-        """Nothing is launched if one of the two cannot be."""
+        """Both launches, prepared before the first is made: if either is refused, nothing is launched."""
         *_, bias, out, workspace = given
         x, out, parts = _rows(given[0]), _rows(out), _Parts(*_rows(given[0]).shape)
         a, a_scale = parts.views(workspace)
@@ -305,7 +306,7 @@ class Linear(Operation):
         names = (*present[:-1], "the workspace")
         pdl = checks.has_pdl(options)
         product = (a, a_scale, given[1], given[2], out, None if bias is None else bias.detach())
-        # The cast lets the product start when all before it has ended, and writes no weights.
+        # The GEMM starts after everything before the cast has ended, and the cast writes no weights: they are constant.
         asked = dense.Options(**_product_options(options) | {"pdl": pdl, "constant_weights": pdl})
         _, multiply = dense.FP8_GEMM.prepare_with_config(
             *(product, dense.FP8_GEMM.checked(product, asked)),
@@ -330,7 +331,8 @@ class Linear(Operation):
             _keep(workspace)
 
     def _run_op(self, inputs: tuple, outs: tuple, keywords: dict):
-        """No workspace is kept: the op may run while its memory is taken for a graph. Its gradient is registered."""
+        """Caches no workspace, since its memory may come from a CUDA graph's pool. The op's gradient is registered
+        apart."""
         given, options = self._call_of_op(inputs, outs, keywords)
         if not _wants_gradient(*given):
             return self._run_keeping_nothing(given, options)
@@ -399,7 +401,7 @@ def _kept_workspace(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _keep(workspace: torch.Tensor) -> None:
-    """For the current stream's next calls."""
+    """Cache a workspace for the current stream's next calls."""
     if len(_kept.workspaces) >= _MOST_KEPT:
         _kept.workspaces.clear()
     device = workspace.get_device()
@@ -526,7 +528,7 @@ def _check_out_dtype(out_dtype) -> None:
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
     x, b, b_scale, bias = inputs
-    ctx.needed = (*ctx.needs_input_grad, False, False, False)  # first, among the given arguments
+    ctx.needed = (*ctx.needs_input_grad, False, False, False)  # padded: arguments may be left out
     if b_scale is not None and (ctx.needed[1] or ctx.needed[2]):
         _refuse_gradient(b, b_scale, None)
     ctx.save_for_backward(x if ctx.needed[1] else None, b, b_scale)

@@ -1,8 +1,8 @@
 """An indexer's logits: each query's score for each key, over a key tensor or a paged cache.
 
 out[i, j] = scale[j] * sum over h of weights[i, h] * relu(q[i, h] . key[j]), as DeepSeek-V3.2's indexer has it. Which
-keys count for a query is read on the device: no call waits for the host, and all can be captured in CUDA graphs. Work
-is shared out evenly whatever the lists say, within the kernel.
+keys count for a query is read on the device: no call waits for the host, and all can be captured in CUDA graphs. The
+kernel shares work out evenly, whatever the lists say.
 """
 
 from operator import eq
@@ -57,7 +57,7 @@ _ROW_BYTES = 128
 """Row alignment of allocated outputs: one cache line."""
 
 _DEFINITION_PRODUCTS = 2**24
-"""That the definition holds at once."""
+"""Most products that the definition holds at once."""
 
 
 class Options(NamedTuple):

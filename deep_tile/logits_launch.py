@@ -105,7 +105,7 @@ def choose(head_dim: int, heads: int, batch_rows: int, paged: bool, output: str)
 
 
 def _multiplied(kernel: LogitsKernel, batch_rows: int) -> int:
-    """Queries that are multiplied for so many."""
+    """Queries that the kernel multiplies for `batch_rows` that share keys."""
     return round_up(batch_rows, kernel.block_queries)
 
 

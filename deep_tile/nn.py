@@ -1,8 +1,8 @@
 """`Linear` with an FP8 weight, replacement of a model's layers, and precompilation of their kernels.
 
 Invariant: a Linear's weight stays float8_e4m3fn and its scale float32 through any model conversion, and its rows start
-at multiples of 16 bytes after any load, copy or move. Whoever sets its parameters past all that has copies made, call
-by call, that are as they must be.
+at multiples of 16 bytes after any load, copy or move. Parameters that are set in other ways are copied into this form
+in every call.
 """
 
 import warnings
@@ -210,7 +210,7 @@ class Linear(torch.nn.Module):
                 f"{prefix}weight is {weight.dtype}, and this layer's is {FP8_DTYPE}: load it into a torch.nn.Linear, "
                 "then convert that with deep_tile.nn.Linear.from_float"
             )
-        elif scale is not None:  # whose bytes torch would take for numbers
+        elif scale is not None:  # torch would take the bytes for numbers
             tensors.require_scale_dtype(ours, scale)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._mend()

@@ -1,4 +1,4 @@
-"""RMSNorm of a sum, cast to FP8: what stands before most of a decoder's linear layers.
+"""RMSNorm of a sum, cast to FP8: the step before most of a decoder's linear layers.
 
 The op `torch.ops.deep_tile.add_rms_norm_cast_to_fp8`, which passes put into graphs; no function has its name. On a
 Hopper GPU norm.cuh's kernel makes all in one read; elsewhere `NormCast.define`, whose bits differ in the order of one
@@ -58,7 +58,8 @@ class NormCast(quantize.Casting):
         return *map(tensors.in_vectors, given[:3]), *given[3:]
 
     def needs_kernel(self, given: Given) -> bool:
-        """Rows that no thread block holds, or no vectors end with, are left to torch, also on a GPU."""
+        """False for rows that are too long for a thread block, or no multiple of a vector: torch then computes them,
+        also on a GPU."""
         return super().needs_kernel(given) and fits(given[0].shape[1])
 
     def define(self, given: Given, options: NormOptions) -> None:

@@ -27,7 +27,7 @@ OPERATIONS: "dict[str, Operation]" = {}
 """Operations of imported modules, by name."""
 
 _AD = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
-"""Its level is not negative in forward-mode AD; private, so perhaps not told."""
+"""forward_ad, whose `_current_level` is at least 0 in forward mode. The attribute is private: without it, no check."""
 
 Given = tuple[torch.Tensor | None, ...]
 """A call's tensors, in the order of the overload `out`. None: not given, or not allocated yet."""
@@ -112,7 +112,7 @@ class Operation(ops.Op):
         raise NotImplementedError
 
     def lists_of(self, given: Given) -> dict[str, torch.Tensor]:
-        """Those that a call was given, by name."""
+        """The 1-D tensors of `lists` that a call was given, by name."""
         lists = zip(self.lists, given[len(self._tensors) :], strict=False)
         return {name: x for name, x in lists if x is not None}
 
@@ -135,7 +135,7 @@ class Operation(ops.Op):
         raise NotImplementedError
 
     def prepare(self, given: Given, options) -> launches.Prepared | None:
-        """The launch for a checked call. None where the call has been made by other functions."""
+        """The launch for a checked call; None if other functions have already computed the result."""
         raise NotImplementedError
 
     def define(self, given: Given, options) -> None:
@@ -169,7 +169,7 @@ class Operation(ops.Op):
     # To be described for `explain`, beside `without_memory`; a product has `dense.Product.problem_for` instead.
 
     sizes = "m n k"
-    """Those that `explain` takes, of m, n, k, groups and heads."""
+    """Sizes that `explain` takes, out of m, n, k, groups and heads."""
 
     unexplained = "one kernel for each dtype, bound by memory; `explain reduction` shows the walls of such kernels"
     """Why `explain` does not know an operation that is neither a product nor predicts its time."""
@@ -179,7 +179,7 @@ class Operation(ops.Op):
         raise NotImplementedError
 
     def with_outs(self, given: Given, options) -> Given:
-        """`given` with fake results where it has none."""
+        """`given`, with fake outputs if it has none."""
         if given[self._first_out] is not None:
             return given
         made = self.fake(given, options)
@@ -271,8 +271,8 @@ class Operation(ops.Op):
         return self.check_memory(given, options)
 
     def _require_disjoint(self, given: Given, options) -> None:
-        """Raise where an output lies in the memory of another tensor. A known signature does not tell, so this is seen
-        in a first call alone, and in all on a CPU."""
+        """Raise if an output shares memory with another tensor. A signature has no addresses, so on a GPU only the
+        first call with a signature is checked; on a CPU, every call."""
         named = [*zip(self.names_in(options), given, strict=True)]
         for place in self._outs:
             name, out = named[place]
@@ -401,7 +401,7 @@ class Described(Operation):
                 raise TypeError(f"{name} is {seen}; {self.called} takes a tensor of {wanted}. Convert it with .to()")
 
     def _sizes(self, given: Given) -> dict[str, int]:
-        """By name. Raises ValueError if sizes or devices disagree."""
+        """Sizes by name. Raises ValueError if sizes or devices disagree."""
         sizes, said_by = {}, {}
         for (_, name, arg), x in self._present(given):
             wanted, first = arg.shape.split(), self.names[0]

@@ -91,4 +91,4 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "round_scale": partial(_check_choice, SCALE_ROUNDINGS),
     "scale_layout": partial(_check_choice, SCALE_LAYOUTS),
 }
-"""By name."""
+"""Checks by keyword."""

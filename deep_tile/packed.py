@@ -157,7 +157,7 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
         if kind.name == "mxfp4":
             exponents = _exponents(scale, weight.shape[-2], kind)[..., : scales.shape[-1]]
             return Unpacked(codes.contiguous(), (scales + exponents).contiguous().view(formats.E8M0), None)
-        of_matrix = scale.flatten(-2)[..., :1].sum(-1) / _NVFP4_BLOCK  # 0 for one without rows
+        of_matrix = scale.flatten(-2)[..., :1].sum(-1) / _NVFP4_BLOCK  # 0 if the weight has no rows
         return Unpacked(codes.contiguous(), scales.contiguous().view(FP8_DTYPE), of_matrix)
 
 
@@ -250,7 +250,7 @@ def _empty(source: formats.Source, kind: Kind) -> torch.Tensor:
 
 
 def _packed_integers(source: formats.Source, kind: Kind) -> Packed:
-    """Of INT4, whose rows have a scale for each K block; they lie side by side along n, where TMA copies them."""
+    """INT4 weights, packed. A row has one scale per K block; scales are contiguous along n, as TMA copies them."""
     per_block = SCALE_BLOCK // source.format.columns
     scale = source.scale.float()
     groups = F.pad(scale, (0, -scale.shape[-1] % per_block)).unflatten(-1, (-1, per_block))

@@ -118,7 +118,7 @@ class Params:
 
     @property
     def least(self) -> dict[str, int]:
-        """The least value of each number, 0 where it has no limit: for what a launch leaves unused."""
+        """Each number's least value, or 0 without a limit: a filler for fields that a launch does not use."""
         return {field.name: field.least or 0 for field in self.fields if not (field.is_pointer or field.is_map)}
 
     def pointers(self, places: Mapping[str, Place]) -> tuple[tuple[int, int, int], ...]:
@@ -295,7 +295,8 @@ CAST_OF_ROWS = Params(
     Field("sigmoid_factor", "float", "-alpha * log2(e)"),
     Field("beta", "float", "what is added to up"),
 )
-"""Of listed rows, or of SwiGLU and its cast. More fields in `CAST` would change the code of all other casts."""
+"""The cast of rows named by a list, and SwiGLU with its cast. They have a table of their own, because more fields in
+`CAST` would change the code of all other casts."""
 
 TRANSPOSED_CAST = Params(
     CAST.name,
@@ -472,4 +473,4 @@ LOGITS = Params(
 """Keys in a tensor count as one page."""
 
 MOST_CAST_GROUPS = 1024
-"""Whose counts of living rows a cast holds in shared memory."""
+"""Most groups in a cast with `counts`, which it holds in shared memory."""

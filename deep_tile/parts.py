@@ -33,17 +33,17 @@ KERNELS = (
     _kernel(64, 64, terms=1, stages=6, blocks_per_sm=2),
     _kernel(128, 128, terms=1, stages=6),
 )
-"""Each serves every size; as many stages as shared memory holds."""
+"""Thin GEMM kernels. Each serves every size, with as many stages as shared memory holds."""
 
 SUM = PartsKernel(threads=256, blocks_per_sm=4)
 
 SPLIT = {terms: SplitKernel(terms, threads=256, blocks_per_sm=4) for terms in (2, 3)}
 
 MOST_PARTS = 128
-"""That are chosen: about as many as a GPU has SMs."""
+"""Most K parts that are chosen: about as many as a GPU has SMs."""
 
 INVARIANT_PARTS = 4
-"""Where results may not depend on m: fewer would leave a GPU idle for few rows, more cost many rows time."""
+"""K parts if results may not depend on m: fewer would leave a GPU idle for few rows, more would slow many rows."""
 
 _MOST_LANES = 8
 _FORMATS = {"bf16": 1, "fp16": 2, "fp32": 3}
@@ -78,7 +78,7 @@ class Product(NamedTuple):
 
 
 class Room(NamedTuple):
-    """For thread blocks.
+    """SMs and room for thread blocks.
 
     Attributes:
         num_sms: SMs that they have.
@@ -172,7 +172,7 @@ took 1,460 clocks per K block, 8,192 in two parts 1,280."""
 
 
 def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> tuple[float, float, float]:
-    """Predicted: to launch, split b and fill the ring; of K blocks; to add parts."""
+    """Predicted clocks: for launch, splitting b and filling the ring; for K blocks; for adding parts."""
     blocks, most = units(kernel, product, parts), room.blocks(kernel)
     begin, *steps = _KERNEL_CLOCKS[kernel.block_m, kernel.block_n, kernel.terms]
     step = steps[room.most is None and blocks > room.num_sms]
@@ -187,7 +187,7 @@ def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> tup
 
 
 _CLOCKS_PER_US = 1650
-"""Of an SM under these kernels: the prediction is then within 7 % of docs/thin.md's pre-norm products, 3 % on average,
+"""SM clock under these kernels: the prediction is then within 7 % of docs/thin.md's pre-norm products, 3 % on average,
 and 19 % of its routers, 7 % on average (H100, 2026-11-26)."""
 
 _BOUND = 0.75
@@ -195,7 +195,7 @@ _BOUND = 0.75
 
 
 def predict(product: Product, room: Room, bytes_moved: int, hardware: Hardware) -> Prediction:
-    """By what an H100 takes; K blocks take no less than their operations at the tensor cores' rate under load."""
+    """Predicted time, from an H100's times. K blocks take at least their time at the tensor cores' rate under load."""
     flops = product_flops(product.m, product.n, product.k) * product.matrices * product.terms
     tflops, memory_us = hardware.tflops("bf16"), bytes_moved / H100_SXM.hbm_tbps / 1e6
     clock = hardware.clock_mhz / H100_SXM.clock_mhz

@@ -38,12 +38,12 @@ def configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
 
 
 def cast_configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
-    """The same for products with an FP8 result, cast in the kernel or apart."""
+    """Like `configs_for`, for GEMMs with an FP8 result, cast in the kernel or apart."""
     return choose.cast_configs_for(of_all, max_m, tuned.configs(of_all.num_sms))
 
 
 def unpacked_configs_for(of_all: GemmProblem, max_m: int) -> set[GemmConfig]:
-    """The same for products of a packed weight where it is unpacked first."""
+    """Like `configs_for`, for GEMMs whose packed weight is unpacked first."""
     rows = range(choose.LEAST_UNPACKED, max_m + 64, 64)
     problems = (choose.bucketed(of_all._replace(m=m)) for m in rows)
     return {config_for(choose.in_fp8(problem)) for problem in problems if choose.unpacks(problem)}

@@ -1,5 +1,5 @@
-"""`GemmProblem`: one GEMM as the selector sees it, without tensors. It is also the key under which plans are cached, so
-it holds only what can change the kernel choice; pointers and strides belong to the launch.
+"""`GemmProblem`: one GEMM as the selector sees it, without tensors. It is also the key under which choices are cached,
+so it holds only what can change the kernel choice, such as row alignments; pointers and strides belong to the launch.
 """
 
 from math import gcd

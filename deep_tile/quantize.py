@@ -229,8 +229,8 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
 
 
 class Fake:
-    """What allocates like a tensor of which only the layout is known, for functions that allocate on a GPU by the
-    shortest way and remember strides by sizes, which may be symbols here and have no hash."""
+    """Stands for a tensor whose layout alone is known, in functions that allocate. These cache strides by sizes; sizes
+    of a fake tensor may be symbols, which have no hash, so `strides` does not cache."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.shape, self.dtype, self.new_empty_strided = x.shape, x.dtype, x.new_empty_strided
@@ -239,8 +239,8 @@ class Fake:
         return -1
 
     def strides(self, function: Callable, shape: tuple, *layout: str) -> "_Strided":
-        """What a function says that remembers others; of sizes that torch.jit.trace makes tensors of, too, which its
-        graph then keeps."""
+        """The cached `function`'s result, without its cache. torch.jit.trace passes sizes as tensors; they become
+        constants of its graph."""
         return function.__wrapped__(tuple(int(x) if isinstance(x, torch.Tensor) else x for x in shape), *layout)
 
 
@@ -280,13 +280,13 @@ def launch_of(
     find: Callable[[torch.Tensor], Place] | None = None,
     **how,
 ) -> _launcher.Launch:
-    """The launch of an operation's one kernel.
+    """The launch for an operation that has one kernel.
 
     Args:
-        numbers: of the kernel's table.
-        fields: of that table, which the tensors are, those that are not None.
-        names, find: where the launch is part of another call: names of that one's tensors, and where in them a tensor
-            lies.
+        numbers: values for the kernel's parameter table, by field.
+        fields: fields of that table for the tensors that are not None, in order.
+        names, find: for a launch within another call: the names of that call's tensors, and a function that finds a
+            tensor's place in them.
         how: keywords of `cast.prepare_launch`.
     """
     device = given[0].get_device()
@@ -414,7 +414,7 @@ def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torc
     if "rows" in lists:
         x = sources.gathered(x, lists["rows"])
     x = x.float() if options.gating is None else sources.silu_mul(x.float(), options.gating)
-    # By tensors, since on a GPU torch divides by a number by multiplying with its reciprocal, one rounding off. With
+    # The divisor is a tensor: on a GPU torch divides by a number through its reciprocal, one rounding off. With
     # "divide" a block's largest element is then 448 within one FP32 rounding.
     divide = torch.div if options.exact == "divide" else _multiply_with_reciprocal
     blocks = _to_blocks(x, options.block_rows)
@@ -462,7 +462,7 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 def chosen(
     x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, options: Options, lists: sources.Lists
 ) -> tuple[cast.CastKernel, int, dict[str, float]]:
-    """The kernel of a cast of these tensors, how many thread blocks to launch, and the numbers of the launch."""
+    """The cast's kernel, its grid size, and the values for its parameter table."""
     numbers = numbers_of(x, options, out, scale, lists)
     what = "silu_mul" if options.gating is not None else "listed" if lists else "plain"
     num_sms, size = launches.num_sms(x.get_device()), (numbers["rows"], numbers["columns"])
@@ -472,8 +472,8 @@ def chosen(
 def numbers_of(
     x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
 ) -> dict[str, float]:
-    """Those of `params.CAST_OF_ROWS` for tensors of the call's shapes: `x` is the input, or what `readable` made of
-    it."""
+    """The values for `params.CAST_OF_ROWS`, from tensors in the call's shapes; `x` is the input, or its copy by
+    `readable`."""
     group_rows = out.shape[1] if "counts" in lists else 0
     groups = lists.get("counts", lists.get("offs"))
     gating = options.gating or sources.Gating(0.0, 0.0, 0.0)
@@ -526,12 +526,12 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix_of(x: torch.Tensor) -> torch.Tensor:
-    """The same without a copy; RuntimeError where it is no view."""
+    """[..., k] -> [rows, k] as a view. Raises RuntimeError where that takes a copy."""
     return x.view(prod(x.shape[:-1]), x.shape[-1])
 
 
 def _view_as_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
-    """The same for a destination, which cannot be a copy."""
+    """`_matrix_of` for a destination, with an error that names it."""
     try:
         return _matrix_of(target)
     except RuntimeError:

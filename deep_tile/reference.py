@@ -16,7 +16,7 @@ from deep_tile.kinds import GATE_COLUMNS
 from deep_tile.quantize import TOKEN_BLOCK, WEIGHT_BLOCK
 
 ROWS_AT_ONCE = 4096
-"""Rows of `a` held in float64 at a time. All of `b` is, with its scales for each element."""
+"""Rows of `a` held in float64 at a time. All of `b` is held too, with a scale per element."""
 
 MAX_RELATIVE_ERROR = 1.8e-3
 """Largest `relative_error` of a GEMM on normal samples against the exact result. Rounding it to BF16 explains
@@ -87,7 +87,7 @@ def scaled_gemm_reference(
 def row_blocks_gemm_reference(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """The same with 1x128 scales for both: `b_scale` is [n, ceil(k / 128)]."""
+    """`scaled_gemm_reference` with 1x128 scales for both: `b_scale` is [n, ceil(k / 128)]."""
     return scaled_gemm_reference(a, a_scale, b, b_scale, out_dtype, b_block=TOKEN_BLOCK)
 
 

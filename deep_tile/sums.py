@@ -111,7 +111,8 @@ def multiply_heads(
 
 
 def _check_heads(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Check what no GEMM of one head sees, or that of a later head only, when others have been launched."""
+    """Checks that a single head's GEMM cannot make, or that a later head's GEMM would make after others were
+    launched."""
     if is_traced():
         return
     for name, x in (("a", a), ("b", b)):

@@ -265,7 +265,7 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends, in bytes; nowhere for a tensor without memory."""
+    """The addresses of a tensor's first byte and of the one behind its last; (0, 0) without memory."""
     if x.is_meta or not x.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -289,7 +289,7 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 def in_vectors(x: torch.Tensor) -> torch.Tensor:
-    """`x`, a matrix or a row, or a copy where kernels cannot read its rows in vectors."""
+    """`x` (a matrix or a row), or a copy if kernels cannot read its rows in vectors."""
     elements = ALIGNMENT_BYTES // x.element_size()
     rows_fit = x.dim() == 1 or len(x) == 1 or x.stride(0) % elements == 0
     fits = x.stride(-1) == 1 and rows_fit and is_aligned(x)
@@ -353,7 +353,7 @@ def find_keys() -> tuple[int, int] | None:
 def find_storage() -> tuple[int, int, int] | None:
     """Where C finds how much memory a tensor has, as `_launcher.read_tensors_of` wants it: three offsets in bytes.
 
-    By example, as `find_keys`: None where no place holds it. C then misses a tensor with a shrunken storage.
+    Found by example, as in `find_keys`; None if no offsets fit. C then does not notice a shrunken storage.
     """
     examples = [torch.empty(size, device="cpu", dtype=torch.uint8) for size in (1031, 2063)]
     storages = [x.untyped_storage() for x in examples]
@@ -383,7 +383,7 @@ def _keys(x: torch.Tensor) -> int:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether its memory holds its values, as far as dispatch keys tell."""
+    """Whether a tensor's memory holds its values, by its dispatch keys."""
     return not _odd_keys(x)
 
 

@@ -207,7 +207,7 @@ class ByParts(Operation):
         return parts.choose(product, _room(operands[0], options), fixed, options.batch_invariant)
 
     def without_memory(self, asked: checks.Sizes) -> tuple[Given, Options]:
-        """`asked.dtype` is b's."""
+        """As in `Operation`; `asked.dtype` is b's."""
         a = torch.empty(asked.m, asked.k, dtype=torch.bfloat16, device="meta")
         b = torch.empty(asked.n, asked.k, dtype=asked.dtype or torch.float32, device="meta")
         return (a, b, *(None,) * (len(self.names) - 2)), Options(out_dtype=asked.out_dtype)
@@ -336,14 +336,15 @@ def _out_dtype(options: Options) -> torch.dtype:
 
 
 def _room(x: torch.Tensor, options: Options) -> parts.Room:
-    """For thread blocks. Those that are given SMs have one on each, since the GPU would spread more over others."""
+    """The `Room` for thread blocks. With `num_sms`, each SM has one block, since the GPU would spread more blocks over
+    other SMs."""
     if options.num_sms is not None:
         return parts.Room(checks.checked_num_sms(options.num_sms, x.device), 1)
     return parts.Room(launches.num_sms(x.get_device()) if x.is_cuda else H200.num_sms)
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """From row to row and from matrix to matrix. For a size of 1 torch may report any stride, which TMA would
+    """Strides between rows and between matrices. For a size of 1 torch may report any stride, which TMA would
     refuse."""
     rows, k = x.shape[-2:]
     row = x.stride(-2) if rows > 1 else round_up(k, tensors.ALIGNMENT_BYTES // x.element_size())

@@ -45,7 +45,7 @@ def accumulator_registers(block_m: int, block_n: int, math_warpgroups: int) -> i
 
 
 def register_wall(accumulators: int, temporaries: int, limit: int) -> Wall:
-    """What a math thread holds, accumulators and, with promotion, one K block's sums, against what it can spare."""
+    """A math thread's accumulators and, with promotion, one K block's sums, against the registers it can spare."""
     needed = accumulators + temporaries
     if temporaries:
         sentence = f"{accumulators} accumulators and {temporaries} of one K block"

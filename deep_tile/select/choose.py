@@ -18,7 +18,7 @@ from deep_tile.select.groups import configs_of, ranked
 from deep_tile.select.hardware import H200, Hardware
 
 Tuned = Mapping[str, GemmConfig]
-"""The fastest configs by `tune`, by `bucket_key`; their store may differ from the problem's."""
+"""`tune`'s fastest configs, by `bucket_key`. A config may store in another way than the problem needs."""
 
 UNTUNED: Tuned = MappingProxyType({})
 
@@ -43,7 +43,8 @@ and two of those gain more than 2 % (H100, 2026-11-27)."""
 
 
 def _may_transpose(problem: GemmProblem) -> bool:
-    """By the most rows of the bucket without transposed tiles, so that all in a bucket of either kind agree."""
+    """Whether transposed tiles are candidates. Decided by the largest m of the bucket of 64 rows, which holds the
+    smaller buckets of transposed tiles, so that all in a bucket agree."""
     most = round_up(problem.m, 64)
     return most <= MOST_TRANSPOSED and most * problem.n * problem.k <= MOST_TRANSPOSED_PRODUCTS
 
@@ -123,8 +124,8 @@ def _cluster_tile(config: GemmConfig) -> tuple[int, int, int, int]:
 
 
 def bucket_key(problem: GemmProblem) -> str:
-    """What measured choices are stored by: sizes, and the family of other products than FP8's with results of 16 bits;
-    of groups how they lie, how many they are, rows of each and the weight's sizes."""
+    """The key of a measured choice: sizes, and, except for FP8 with 16-bit results, the family and output. For groups:
+    grouping, group count, expected rows and the weight's sizes."""
     size, family = f"{problem.m}x{problem.n}x{problem.k}", problem.product.family
     if problem.groups is not None:
         layout, *many = problem.groups
@@ -148,12 +149,12 @@ _CLEARLY = 1 + 1e-9
 their last bits."""
 
 _FEW = 4
-"""Problems that are chosen for as fast one by one."""
+"""Fewer problems than this are chosen as fast one by one."""
 
 
 def _foresee(buckets: list[GemmProblem], tuned: Tuned) -> dict[tuple[GemmProblem, None], GemmConfig]:
     """The results of `choose_bucket` for buckets that differ in m and row alignment, in a twentieth of the time;
-    without those that are measured or close."""
+    Leaves out buckets with a measured choice or with a close second."""
     alike: dict[tuple[tuple[int, int], bool], list[GemmProblem]] = {}
     for bucket in buckets:
         if measured_choice(bucket, tuned_choice(bucket, tuned)) is None:
@@ -162,7 +163,7 @@ def _foresee(buckets: list[GemmProblem], tuned: Tuned) -> dict[tuple[GemmProblem
 
 
 def _foresee_alike(problems: list[GemmProblem]) -> dict[tuple[GemmProblem, None], GemmConfig]:
-    """The same for buckets that differ in m alone, none of them measured."""
+    """`_foresee` for buckets that differ in m alone, none of them measured."""
     import numpy
 
     configs = _runnable(problems[0])
@@ -210,11 +211,11 @@ def casts_apart(bucket: GemmProblem) -> bool:
 
 
 LEAST_UNPACKED = 512
-"""Rows of a product, or of a group in the mean: of fewer, unpacking takes longer than it saves."""
+"""Least rows, in a GEMM or in a group's mean, for which unpacking can save more time than it takes."""
 
 UNPACKED_SHARE = {"blocks": 0.88, "row_blocks": 0.77}
-"""Of the predicted time of an FP8 product without groups, what it takes behind the unpacking: 65 products each of MXFP4
-and INT4 with 512 to 4,096 rows, beside packed tiles whose times were fitted to the same GPU (H100, 2026-11-27)."""
+"""An FP8 GEMM's time after unpacking, without groups, as a share of its predicted time: 65 products each of MXFP4 and
+INT4 with 512 to 4,096 rows, beside packed tiles whose times were fitted to the same GPU (H100, 2026-11-27)."""
 
 MOST_UNPACKED_BYTES = 1 << 28
 """Limit for a weight that is unpacked to FP8: more temporary memory would surprise a user who packed it."""
@@ -236,10 +237,10 @@ def in_fp8(problem: GemmProblem) -> GemmProblem:
 
 
 def unpacks(problem: GemmProblem) -> bool:
-    """Whether a product of a packed weight is predicted to take less time if the weight is first made FP8 in memory.
+    """Whether a GEMM with a packed weight is predicted to take less time if the weight is first unpacked to FP8.
 
-    Never of more bytes than `MOST_UNPACKED_BYTES`; with scales of rows only where they cannot be taken for others, and
-    without groups.
+    False above `MOST_UNPACKED_BYTES`. With 1x128 scales of rows, false for groups, and for k up to 128, where the FP8
+    GEMM could take them for other scales.
     """
     by_columns, groups = problem.product.scaling == "row_blocks", problem.groups
     if by_columns and (groups is not None or problem.k <= SCALE_BLOCK):

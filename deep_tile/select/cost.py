@@ -48,18 +48,18 @@ PACKED_BLOCK_US = {
     **{(128, 128, 1): (0.478, 0.574), (128, 192, 1): (0.769, 0.875), (256, 64, 1): (0.435, 0.582)},
     **{(256, 96, 1): (0.635, 0.776), (256, 112, 1): (0.734, 0.89), (256, 128, 1): (0.774, 0.96)},
 }
-"""Time per K block of a packed weight, by tile and scale blocks, with scales of blocks and of columns: the conversion,
-which hides WGMMA. To 128x64 and (128, 128) fitted to 112 times of four weights and of 8 groups, with 1 to 4,096 rows;
-the first is of a slower conversion, with scales of columns all are 1.2 times as long (H100, 2026-11-26). The others
-fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 to 4,096 rows: the choice takes 1.004 and 1.013
-times the best's time, at most 1.09 and 1.11; with each weight's by a fit to the other eight 1.003 and 1.015. For eight
-other weights it takes 1.005 and 1.001 times the best of three to five, at most 1.12 and 1.04 (H100,
+"""Time per K block of a packed weight, by tile and scale blocks, with block and with column scales: the conversion,
+which hides WGMMA. Tiles up to 128x64 and (128, 128) are fitted to 112 times of four weights and of 8 groups, with 1 to
+4,096 rows; the first has a slower conversion, and with column scales all take 1.2 times as long (H100, 2026-11-26). The
+others are fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 to 4,096 rows: the choice takes 1.004
+and 1.013 times the best's time, at most 1.09 and 1.11; with each weight's by a fit to the other eight 1.003 and 1.015.
+For eight other weights it takes 1.005 and 1.001 times the best of three to five, at most 1.12 and 1.04 (H100,
 2026-11-27)."""
 
 EXCHANGE_US = 0.94
-"""Of a chunk's sums, 64 rows of 128 columns for each math warpgroup, under split K in two: 128x128 takes so much longer
-per tile than without (fp8.json). MXFP4's 256x128 in two takes 28 to 30 us where 30 to 31 are predicted (H100,
-2026-11-27)."""
+"""Exchange of a chunk's sums (64 rows of 128 columns per math warpgroup) under split K in two: 128x128 takes this much
+longer per tile than without split K (fp8.json). MXFP4's 256x128 in two takes 28 to 30 us where 30 to 31 are predicted
+(H100, 2026-11-27)."""
 
 UNPACK_US, UNPACK_TBPS = 0.5, 2.59
 """Launch time within a graph, and bandwidth, reads and writes, of the kernel that unpacks a weight to FP8: weights of
@@ -89,6 +89,7 @@ class Calibration(NamedTuple):
         throttle, throttle_us: share by which the power limit slows a long kernel, and the duration at which half of
             that is reached.
         load_heat: exponent that slows tiles with more operand loads per FLOP.
+        l2_share: of the rate from L2 that products with FP8 operands reach.
         num_sms: the measured GPU's.
         choices: by a bucket's "MxNxK", the config that measured better than the model's choice: alone, or for m <= 128
             alone and in launch chains.
@@ -101,6 +102,7 @@ class Calibration(NamedTuple):
     throttle: float
     throttle_us: float
     load_heat: float
+    l2_share: float
     configs: dict[str, TileTimes]
     num_sms: int
     choices: dict[str, str]
@@ -169,9 +171,10 @@ def _unsplit(config: GemmConfig) -> GemmConfig:
 
 @lru_cache(maxsize=1_024)
 def _names_of_times(config: GemmConfig) -> tuple[tuple[bool, str, str], ...]:
-    """Kernels whose times a config's may be, whether `along_rows` has them, and of which kind: its own, then those of
-    other results with the same tile, of the kind that it has the times of and of FP8. With an operand along its rows
-    those of such a tile come first. A transposed tile without times takes those of the same tile that is not."""
+    """Kernels whose times may stand for a config's, best first: (whether `along_rows` has them, kind, name). First the
+    config's own kernel; then kernels with the same tile and other results, of the kind whose times apply, then of FP8.
+    For M- or N-major operands, kernels with such operands come first. A grouped or transposed tile without times
+    takes those of the plain tile."""
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     tile = {field: getattr(config, field) for field in fields}
     timed = times_of(config.kind)
@@ -180,10 +183,11 @@ def _names_of_times(config: GemmConfig) -> tuple[tuple[bool, str, str], ...]:
     if config.layout != "nt":
         alike[:0] = [(timed, EVERY_KIND[timed].output, layout) for layout in (config.layout, ALONG_ROWS)]
         names = []
-    for transposed in dict.fromkeys((config.transposed, False)):
+    for grouping, transposed in dict.fromkeys(((config.grouping, config.transposed), ("none", False))):
+        form = {"grouping": grouping, "transposed": transposed}
         for kind, output, layout in alike:
             try:
-                like = deepest_config(**tile, kind=kind, output=output, layout=layout, transposed=transposed)
+                like = deepest_config(**tile, kind=kind, output=output, layout=layout, **form)
             except ValueError:  # a tile that this kind cannot have
                 continue
             names.append((layout != "nt", kind, like.timed_name))
@@ -254,7 +258,8 @@ def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -
 
 def _with_loads(blocks_us, blocks, config: GemmConfig, problem: GemmProblem, hardware: Hardware):
     """Microseconds for K blocks, `blocks` per SM in the mean, from `blocks_us`, measured without load stalls."""
-    loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / hardware.l2_tbps / 1e6
+    tbps = hardware.l2_tbps * calibration(config.kind).l2_share
+    loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / tbps / 1e6
     return (blocks_us**LOADS_OVERLAP + loads_us**LOADS_OVERLAP) ** (1 / LOADS_OVERLAP)
 
 

@@ -32,8 +32,8 @@ _TILES = {
 measured problems the best among these, split and decode tiles takes 1.0001 times the best among 61, at most 1.006 (H100
 and H200, 2026-11-25)."""
 
-_SPLIT_TILES = ((64, 2), (96, 2), (128, 2), (192, 2))
-"""(block_n, split_k) for 128-row tiles."""
+_SPLIT_TILES = ((128, 64, 2), (128, 96, 2), (128, 128, 2), (128, 192, 2))
+"""(block_m, block_n, split_k)."""
 
 _RESIDENT_TILES = ((128, 128, 5), (128, 192, 4))
 """(block_m, block_n, b_stages) for tiles with resident `b`: the wider, the shorter K must be. 128x256
@@ -46,10 +46,10 @@ _TILES_OF_KINDS = {
     **{(128, 64): _ALONE, (128, 96): _ALONE, (128, 128): CLUSTERS, (128, 160): _ALONE, (128, 192): CLUSTERS},
     **{(128, 256): _PAIRS_ALONG_M, (256, 128): CLUSTERS},
 }
-_SPLIT_TILES_OF_KINDS = ((64, 2), (128, 2))
-"""The same for kinds other than FP8 with 16-bit results, by their own searches. With a scale for each column 128x128
-is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less time at two of 19 shapes, more at others
-(H200, 2026-11-24)."""
+_SPLIT_TILES_OF_KINDS = ((128, 64, 2), (128, 128, 2))
+"""Like `_SPLIT_TILES`, for kinds other than FP8 with 16-bit results, from their own searches. With a scale per column,
+128x128 is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less time at two of 19 shapes, more at
+others (H200, 2026-11-24)."""
 
 _PACKED_TILES = (
     *((64, 32, 2, 1), (64, 32, 2, 2), (64, 64, 1, 1), (64, 64, 2, 1), (64, 64, 2, 2), (64, 64, 2, 4)),
@@ -77,21 +77,26 @@ _TILES_ALONG_ROWS = {
     **{(128, 64): _ALONE, (128, 128): CLUSTERS, (128, 192): CLUSTERS, (128, 224): _PAIRS_ALONG_M},
     **{(128, 256): _PAIRS_ALONG_M, (256, 128): CLUSTERS, (256, 160): _ALONE},
 }
-_SPLIT_TILES_ALONG_ROWS = ((64, 2), (128, 2), (128, 4), (192, 2))
-"""The same for M- and N-major operands: over 150 products "nn" and "tn" the best among these takes 1.0002 times the
-best among 47, at most 1.02 (H100, 2026-11-26)."""
+_SPLIT_TILES_ALONG_ROWS = ((128, 64, 2), (128, 128, 2), (128, 128, 4), (128, 192, 2))
+"""Like `_SPLIT_TILES`, for M- and N-major operands: over 150 products "nn" and "tn" the best among these takes 1.0002
+times the best among 47, at most 1.02 (H100, 2026-11-26)."""
 
-_TRANSPOSED_TILES = {(256, 160): _ALONE, (256, 144): _ALONE, (128, 192): _PAIRS_ALONG_M[1:]}
-_TRANSPOSED_OF_ROWS = _TRANSPOSED_TILES | {(128, 160): _ALONE, (128, 224): _PAIRS_ALONG_M[1:]}
+_SPLIT_TILES_OF_16_BITS = ((128, 96, 2), (128, 128, 4))
+"""More for 16-bit operands along k: where few tiles have a long K they take up to 10 and 32 % less than the best other
+(H100, 215 products, 2026-11-27)."""
+
+_TRANSPOSED_TILES = {(256, 160): _ALONE, (256, 144): _ALONE} | dict.fromkeys(((128, 192), (128, 160)), CLUSTERS[1:2])
+_TRANSPOSED_OF_ROWS = _TRANSPOSED_TILES | {(128, 160): _PAIRS_ALONG_M, (128, 224): CLUSTERS[1:2]}
+_TRANSPOSED_SPLIT = ((128, 192, 4), (256, 128, 4))
 _TRANSPOSED = {
-    "nt": (_TRANSPOSED_OF_ROWS, ((160, 2),)),
-    "nn": (_TRANSPOSED_OF_ROWS, ((160, 2),)),
-    "tn": (_TRANSPOSED_TILES, ()),
+    "nt": (_TRANSPOSED_OF_ROWS, ((128, 160, 2), *_TRANSPOSED_SPLIT)),
+    "nn": (_TRANSPOSED_OF_ROWS, ((128, 160, 2), *_TRANSPOSED_SPLIT)),
+    "tn": (_TRANSPOSED_TILES, _TRANSPOSED_SPLIT),
 }
-"""Clusters of transposed tiles, of rows of `b` times rows of `a`, and (block_n, split_k), by layout. Boxes of an
-M-major `a` have 64 rows: 160 take those of 192, and 224 lost 8 and 21 % at two products "tn". Over 208, 182 and 158
-products "nn", "tn" and "nt" the choice with these takes 0.979, 0.992 and 0.991 of the time of that without, at most
-1.07, 1.01 and 1.04 (H100, held-out halves, 2026-11-27)."""
+"""Clusters of transposed tiles, of rows of `b` times rows of `a`, and (block_m, block_n, split_k), by layout. Boxes of
+an M-major `a` have 64 rows: 160 take those of 192, and 224 lost 8 and 21 % at two products "tn". K in four parts pays
+where few tiles have a long K and wait for L2: up to 30 %. The table's figures are in docs/experiments.md (H100,
+2026-11-27)."""
 
 _MOST_COPIED = 600
 """Most accumulators x promotions over the main loop's copies beside which an activation's code fits."""
@@ -110,8 +115,8 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
 
 
 def within(config: GemmConfig, smem_bytes: int) -> GemmConfig:
-    """The config, with fewer stages and output boxes where shared memory has no room for its own. It may not fit with
-    two stages and one box either: then it has these."""
+    """The config, with fewer stages and output boxes where shared memory has no room for its own. If not even two
+    stages and one box fit, the config has these and does not fit."""
     if config.smem_bytes <= smem_bytes:
         return config
     smallest = replace(config, stages=2, store_buffers=1)
@@ -177,7 +182,7 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
 
 
 def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
-    """Whether a finish leaves no room for the kernel's code."""
+    """Whether the kernel's code would be too long with this epilogue."""
     copies = config.column_shifts * config.chunks * config.accumulator_registers
     behind_bias = activation if bias != "none" else None
     if config.quantizes and config.block_n == 256 and (activation in ("gelu", "gelu_tanh") or behind_bias == "silu"):
@@ -188,7 +193,7 @@ def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
 
 
 def _is_crowded(config: GemmConfig, activation: str) -> bool:
-    """Whether a finish leaves too few registers."""
+    """Whether this epilogue leaves too few registers."""
     if activation != "none" and ((config.block_m, config.block_n) == (64, 256) or (config.split_k > 1 < config.chunks)):
         return True
     if config.is_packed and activation.startswith("gelu") and config.block_n not in _ROOMY_WIDTHS:
@@ -202,7 +207,7 @@ def _is_crowded(config: GemmConfig, activation: str) -> bool:
 
 
 def quantized(config: GemmConfig) -> GemmConfig | None:
-    """The config with a result that is cast to FP8; None where there is none such."""
+    """The config with its result cast to FP8; None if no such config is legal."""
     return _in_fewer_boxes(config, output=QUANTIZED)
 
 
@@ -224,8 +229,9 @@ def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
         return (*_tiled(_DECODE_TILES_ALONG_ROWS, _TILES_ALONG_ROWS, _SPLIT_TILES_ALONG_ROWS, of_kind), *transposed)
     kind = EVERY_KIND[of_kind["kind"]]
     tiles = _TILES_OF_KINDS if kind.promotes else _TILES_OF_KINDS | _SUMMED_TILES
-    splits = [split for split in _SPLIT_TILES_OF_KINDS if split[0] < 128 or kind.scaling != "row_blocks"]
-    return (*_tiled(_DECODE_TILES_OF_KINDS, tiles, splits, of_kind), *transposed)
+    splits = [split for split in _SPLIT_TILES_OF_KINDS if split[1] < 128 or kind.scaling != "row_blocks"]
+    more_splits = _SPLIT_TILES_OF_16_BITS if kind.a.bytes == 2 else ()
+    return (*_tiled(_DECODE_TILES_OF_KINDS, tiles, (*splits, *more_splits), of_kind), *transposed)
 
 
 def _transposed(of_kind: Mapping[str, bool | str]) -> list[GemmConfig]:
@@ -255,7 +261,7 @@ def _fp8_configs(tma_store: bool, kind: str, output: str) -> tuple[GemmConfig, .
 def _tiled(
     decode: Iterable[tuple[int, int, int]],
     tiles: Mapping[tuple[int, int], Iterable[tuple[int, int]]],
-    splits: Iterable[tuple[int, int]],
+    splits: Iterable[tuple[int, int, int]],
     options: Mapping[str, bool | str],
 ) -> list[GemmConfig]:
     """Configs from tables like the above."""
@@ -266,5 +272,5 @@ def _tiled(
             for tile, clusters in tiles.items()
             for cluster_m, cluster_n in clusters
         ),
-        *(deepest_config(128, block_n, split_k=split_k, **options) for block_n, split_k in splits),
+        *(deepest_config(*tile, split_k=split_k, **options) for *tile, split_k in splits),
     ]

@@ -1,8 +1,10 @@
 """Which config a grouped product gets. Pure functions, called by choose.py for grouped problems.
 
 A tile takes as long as in a dense GEMM, whose kernel differs only in the scheduler, or longer: neighbouring tiles
-belong to other groups and share fewer operands in L2. The tile count depends on rows that the host does not know: group
-sizes are assumed to be uneven. A K group has all tiles of its `out`, each with the group's K blocks.
+belong to other groups and share fewer operands in L2. BF16's grouped tiles keep times of their own: by those of dense
+tiles, fitted with a lower rate from L2, 30 products whose tile changed took 1.027 of the time (H100, 2026-11-27). The
+tile count depends on rows that the host does not know: group sizes are assumed to be uneven. A K group has all tiles of
+its `out`, each with the group's K blocks.
 """
 
 from dataclasses import replace
@@ -21,20 +23,20 @@ _TILES = ((64, 32, 2), (64, 64, 2), (64, 128, 1), (128, 128, 1), (128, 192, 1), 
 """(block_m, block_n, scale_blocks)."""
 
 _PACKED_TILES = ((64, 32, 2, 1), (64, 64, 2, 1), (64, 128, 2, 1), (128, 64, 2, 1), (128, 128, 1, 1), (256, 128, 1, 1))
-"""The same for packed weights, as `packed_configs` takes them."""
+"""Tiles for packed weights, as `packed_configs` takes them."""
 
 _K_TILES = ((64, 128), (128, 128), (128, 192), (128, 256), (256, 128))
 """(block_m, block_n) for K groups. Tiles with two math warpgroups exist without clusters and, with TMA stores, as
 clusters of two; math warps that store themselves also hold tile positions in registers."""
 
 SPREAD = (0.7, 1.0, 1.3)
-"""Sizes of groups that are alike, relative to their mean, as `tune` makes them."""
+"""Group sizes relative to their mean, for nearly even groups, as `tune` draws them."""
 
 _ZIPF = tuple(rank**-1.3 for rank in range(1, 9))
 _SIZES = tuple(len(_ZIPF) * size / sum(_ZIPF) * spread for size in _ZIPF for spread in SPREAD)
-"""Assumed group sizes relative to the mean, uneven, for a tile that just fits even groups into one wave takes two for
-others. Over 201 draws of 8 to 32 groups, a quarter of them even, the choice over the best kernel takes 1.030, at worst
-1.12, and with `SPREAD` alone 1.049 and 1.37; even draws 1.033 and 1.038 (H100, 2026-11-26)."""
+"""Assumed group sizes relative to the mean. They are uneven, because a tile that just fits even groups into one wave
+takes two waves for others. Over 201 draws of 8 to 32 groups, a quarter of them even, the choice over the best kernel
+takes 1.030, at worst 1.12, and with `SPREAD` alone 1.049 and 1.37; even draws 1.033 and 1.038 (H100, 2026-11-26)."""
 
 _OVERLAP = 2
 """Exponent p in (compute**p + memory**p)**(1/p): grouped tiles wait for HBM more than dense ones."""
@@ -77,15 +79,16 @@ def grouped_configs(
 
 
 def _spills(block_m: int, block_n: int, kind: Kind, output: str, tma_store: bool) -> bool:
-    """Two tiles lack registers beside the grouped scheduler: with promoted sums that are then scaled, and when math
-    warps store block-scaled FP32 results (NVRTC 13.0.88)."""
+    """Whether a tile lacks registers beside the grouped scheduler. Two do: 128x256 with promoted sums that are then
+    scaled, and 128x192 when math warps store block-scaled FP32 results (NVRTC 13.0.88)."""
     late = kind.promotes and kind.row_scales
     wide = kind.block_scales and RESULTS[output].bytes == 4 and not tma_store
     return (late and (block_m, block_n) == (128, 256)) or (wide and (block_m, block_n) == (128, 192))
 
 
 def _packed_spills(block_m: int, block_n: int, kind: Kind, output: str, tma_store: bool) -> bool:
-    """The same beside converter warps, for the widest tile: also with column scales."""
+    """`_spills` for packed weights: tiles above 128x128 lack registers with FP32 results, math-warp stores or column
+    scales."""
     crowded = RESULTS[output].bytes == 4 or not tma_store or kind.scaling == "row_blocks"
     return block_m * block_n > 128 * 128 and crowded
 
@@ -112,7 +115,7 @@ def all_grouped_configs() -> tuple[GemmConfig, ...]:
 
 
 def expected_tiles(rows: int, block_m: int) -> float:
-    """In a group with `rows` rows on average."""
+    """Mean tile rows per group, for groups with `rows` rows on average."""
     return sum(ceil_div(max(1, round(rows * size)), block_m) for size in _SIZES) / len(_SIZES)
 
 
@@ -127,8 +130,8 @@ def active_groups(problem: GemmProblem) -> float:
 
 
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> float:
-    """Predicted microseconds. With counts, one group alone may have rows: the time then grows by what that group takes
-    over its bytes, weighted by how likely a group is empty.
+    """Predicted microseconds. With counts, one group may be the only one with rows: the prediction adds that group's
+    time beyond its bytes, weighted by the probability that a group is empty.
 
     With 64x64 instead of 64x128 tiles, counts with one or two rows in all take up to 25 % less, others at most 3 % more
     (seven weights, H100, 2026-11-26).
@@ -164,7 +167,7 @@ def _tiles_of_group(config: GemmConfig, problem: GemmProblem) -> float:
 def _tile_us(config: GemmConfig, problem: GemmProblem, hardware: Hardware) -> float:
     """Time per tile: K blocks are bound by MMA or by operand loads from L2, which tiles in one K group share like a
     dense GEMM's."""
-    times = tile_times(replace(config, grouping="none", layout="nt"), hardware)
+    times = tile_times(replace(config, grouping="none" if config.by_k else "offs", layout="nt"), hardware)
     if config.by_k:
         return blocks_per_tile(config, problem.groups.expected_rows) * times.block_us + times.tile_us
     loads = weighed_loads(config, problem, most=hardware.l2_multicast_tbps / hardware.l2_tbps)

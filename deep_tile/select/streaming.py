@@ -304,7 +304,7 @@ def _registers(unroll: int, load_bytes: float) -> int:
 
 
 class Prediction(NamedTuple):
-    """What `explain` says of groups, and of calls whose kernel has no `GemmConfig`.
+    """`explain`'s prediction for groups, and for calls whose kernel has no `GemmConfig`.
 
     Attributes:
         candidates: {name, time_us, ...}, the choice first.
@@ -323,7 +323,7 @@ class Prediction(NamedTuple):
 
 
 def bytes_in_flight_needed(hardware: Hardware) -> tuple[int, str]:
-    """Little's law for HBM: bytes that each SM must have asked for, to keep the memory busy; and why."""
+    """Bytes in flight per SM that keep HBM busy, by Little's law; and why."""
     latency_ns = LOAD_FACTOR * hardware.hbm_latency_ns
     needed = ceil(hardware.hbm_tbps * 1e3 * latency_ns / hardware.num_sms)
     text = (
@@ -334,7 +334,7 @@ def bytes_in_flight_needed(hardware: Hardware) -> tuple[int, str]:
 
 
 def _row_in_registers(loads: int, load_bytes: float, threads: int, hardware: Hardware) -> tuple[bool, str]:
-    """Whether so many threads hold a row in few registers each; and why."""
+    """Whether this many threads can hold a row in few registers each; and why."""
     registers = ceil(ceil(loads / threads) * load_bytes / 4)
     by_file = max(0, hardware.registers // 1024 - OTHER_REGISTERS)
     budget = 16 if threads < WARP else 32 if threads < 1024 else by_file

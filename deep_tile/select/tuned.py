@@ -21,7 +21,7 @@ from deep_tile import settings
 from deep_tile.config import GemmConfig
 
 _UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What reading a file may raise."""
+"""Exceptions that reading a file may raise."""
 
 _DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
@@ -39,7 +39,7 @@ def configs(num_sms: int) -> Mapping[str, GemmConfig]:
 
 
 def choices(num_sms: int) -> Mapping[str, Choice]:
-    """By `choose.bucket_key`, for `num_sms` SMs, all of the tuned GPU's."""
+    """Choices by `choose.bucket_key`, for `num_sms` SMs: the tuned GPU's full count."""
     return _all_choices().get(num_sms, {})
 
 
@@ -128,7 +128,7 @@ def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    """All at once, so that a reader never sees half a file."""
+    """Write the file atomically, so that a reader never sees half of it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False) as file:
         try:

@@ -58,7 +58,7 @@ def cast_once(weight: torch.Tensor, recipe: Recipe) -> CastWeight:
     if kept is not None and kept.key == key:
         return kept.cast
     made = cast_weight(weight.detach(), **recipe.cast)
-    if not torch.is_inference_mode_enabled():  # whose tensors no backward pass takes
+    if not torch.is_inference_mode_enabled():  # no backward pass takes inference tensors
         _kept[weight] = _Kept(key, StorageWeakRef(storage), made)
     return made
 
@@ -75,7 +75,8 @@ def _may_keep(weight: torch.Tensor) -> bool:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Drop all casts: masters may be stepped for weights. Those of stepped weights may be kept from now on."""
+    """Drop all casts, since an optimiser may have stepped master weights. Casts of the stepped weights may be kept from
+    now on."""
     if not _known:
         return
     for group in optimizer.param_groups:
@@ -152,8 +153,8 @@ def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple
 
 
 def is_cast(x: torch.Tensor) -> bool:
-    """Whether the call before has cast the same tensor, so that `cast_shared` may find it. Not said under hooks for
-    saved tensors: checkpointing recomputes in another order, and wants as many tensors saved as there were."""
+    """Whether the previous call cast the same tensor, so that `cast_shared` may find it. False under saved-tensor
+    hooks: checkpointing recomputes in another order, and must save as many tensors as before."""
     is_found = _last.x is not None and _last.x() is x
     return is_found and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 

@@ -76,7 +76,7 @@ def experts(
 
 @torch.compiler.disable
 def _apply_eagerly(*given) -> torch.Tensor:
-    """As in linear.py, for gradients that are not returned."""
+    """Runs outside a compiler, as in linear.py: some gradients are accumulated and not returned."""
     return _Experts.apply(*given)
 
 

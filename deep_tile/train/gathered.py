@@ -28,11 +28,11 @@ _KEEPING = {
     ),
     *(_aten.slice, _aten.split, _aten._to_copy, _aten.view),
 }
-"""Operations by which FSDP and copies make of a weight another, or rows of it."""
+"""Operations that make a `Shard` from a `Shard`: FSDP and copies use them."""
 
 
 class Shard(torch.Tensor):
-    """A weight, or a rank's rows of it, in its own dtype and memory; what FSDP asks what to gather."""
+    """A weight, or a rank's rows of it, in its own dtype and memory. FSDP calls its methods to gather it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -49,12 +49,12 @@ class Shard(torch.Tensor):
             return tree_map(lambda x: cls(x) if type(x) is torch.Tensor else x, made)
 
     def plain(self) -> torch.Tensor:
-        """The same memory."""
+        """The weight as a plain tensor, in the same memory."""
         with torch._C._DisableTorchDispatch():
             return self.detach()
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """What is sent, and whether it is FP8: codes as bytes, and scales; or the rows, filled up."""
+        """Tensors to send, and whether they are FP8: codes as bytes and scales, or else the padded rows."""
         rows, wide = -(-outer_size[0] // mesh.size()), self.plain()
         if outer_size[0] % (mesh.size() * SCALE_BLOCK) or outer_size[1] % tensors.ALIGNMENT_BYTES or not _takes(module):
             padded = F.pad(wide, (0, 0, 0, rows - wide.shape[0]))
@@ -73,7 +73,7 @@ class Shard(torch.Tensor):
 
 
 class Gathered(torch.Tensor):
-    """A whole weight whose numbers are there in FP8 alone; any operation of torch's sees them in `dtype`.
+    """A whole weight that exists in FP8 only; torch operations see it dequantised to `dtype`.
 
     Attributes:
         b, b_scale: as `per_block_cast_to_fp8` makes them.
@@ -89,7 +89,7 @@ class Gathered(torch.Tensor):
         self.b, self.b_scale = b, b_scale
 
     def transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As a product of gradients takes it."""
+        """The transpose's codes and scales, as dgrad takes them."""
         return both.transpose_fp8(self.b), self.b_scale.mT
 
     @classmethod
@@ -104,7 +104,7 @@ torch.serialization.add_safe_globals([Shard])
 
 
 def any_gathered(weights: Iterable[torch.Tensor]) -> bool:
-    """Whether there are such weights. A compiler would lose their gradients."""
+    """Whether any weight is gathered in FP8. A compiler would lose such weights' gradients."""
     return any(isinstance(weight, (Shard, Gathered)) for weight in weights)
 
 

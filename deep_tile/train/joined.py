@@ -1,9 +1,9 @@
-"""Small layers: what linear.py does call by call, in one call into C for each pass, which launches its three kernels.
+"""Small layers: each pass is one call into C, which launches its three kernels.
 
-There the host takes longer to enqueue a small layer than the GPU to work on it. The kernels are the same, and the bits.
-Codes and scales lie in two tensors, one that the backward pass needs and one that it does not. Of several layers on one
-input the first casts it, and has the codes; each has a call of its own. Small weights are cast in each forward pass: to
-look for casts that are kept takes the host longer.
+In linear.py, which makes a call for each kernel, the host takes longer to enqueue a small layer than the GPU to work on
+it. Kernels and bits are the same. Codes and scales lie in two tensors: one that the backward pass needs, one that it
+does not. For several layers on one input, the first casts the input and holds its codes; each layer has its own call.
+Small weights are cast in each forward pass, since looking for a kept cast takes the host longer.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ _FIRST = 2
 
 
 class _Place(NamedTuple):
-    """Of a tensor in memory."""
+    """A tensor's place in a `_Room`."""
 
     begin: int
     shape: tuple[int, ...]
@@ -42,19 +42,19 @@ class _Place(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """Memory for tensors, one behind the other."""
+    """Layout of a memory block for several tensors, one after the other."""
 
     places: tuple[_Place, ...]
     size: int
 
     @staticmethod
     def of(*examples: torch.Tensor) -> "_Room":
-        """As large as tensors without memory are."""
+        """The room for tensors like these, which need no memory."""
         places, end = [], 0
         for x in examples:
             places.append(_Place(end, tuple(x.shape), x.stride(), x.dtype))
             elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-            # Rows end at multiples of 16 bytes, also the last.
+            # The last row, too, ends at a multiple of 16 bytes.
             end += round_up(elements * x.element_size() + tensors.ALIGNMENT_BYTES, _ALIGNMENT)
         return _Room(tuple(places), end)
 
@@ -62,7 +62,7 @@ class _Room(NamedTuple):
         return tensors.new_empty(x, (self.size,), (1,), torch.uint8)
 
     def views(self, memory: torch.Tensor, count: int | None = None) -> list[torch.Tensor]:
-        """The tensors, or the first of them."""
+        """The first `count` tensors in `memory`; None: all."""
         first = memory.storage_offset()  # hooks for saved tensors may return a part of their memory
         return [
             memory.view(dtype).as_strided(shape, strides, (first + begin) // dtype.itemsize)
@@ -102,7 +102,7 @@ class Layer(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layer_of(shape: tuple[int, ...], n: int, options: tuple) -> Layer:
-    """Of an x of this shape and a weight of n rows."""
+    """The `Layer` for an x of this shape and a weight with n rows."""
     *leading, k = shape
     m = torch.Size(leading).numel()
     x, w, dy = (torch.empty(size, device="meta") for size in ((m, k), (n, k), (m, n)))
@@ -115,11 +115,11 @@ def layer_of(shape: tuple[int, ...], n: int, options: tuple) -> Layer:
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> bool:
-    """Whether arguments of these shapes and dtypes, which have passed the checks, are of a small layer on a GPU."""
+    """Whether checked arguments belong to a small layer on a GPU that this module supports."""
     return (
         _is_on_gpu(x)
         and training.is_small(x.shape[:-1].numel(), *weight.shape)
-        and x.dim() <= 3  # which C reads
+        and x.dim() <= 3  # the most that C reads
         and weight.dtype == written_dtype(weight.dtype)
         and (recipe.dgrad, recipe.recast) == ("fp8", False)
         and recipe.wgrad != "bf16"
@@ -131,8 +131,8 @@ def _is_on_gpu(x: torch.Tensor) -> bool:
 
 
 def trains(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:
-    """Whether a call of such layers has all gradients, and tensors that kernels read as they are; casts that are there
-    are used."""
+    """Whether all gradients are wanted, kernels can read the tensors as they are, and x has no shared cast (linear.py
+    would use it)."""
     return (
         x.requires_grad
         and torch.is_grad_enabled()
@@ -153,7 +153,7 @@ def _trains(weight: torch.Tensor) -> bool:
 
 
 class Joined(torch.autograd.Function):
-    """Of x, a `Layer` for each weight, the weights, and as many biases or None."""
+    """Small layers on one input. Arguments: x, a `Layer` per weight, the weights, and a bias or None per weight."""
 
     @staticmethod
     def forward(ctx, x, layers, *parameters):
@@ -171,7 +171,7 @@ class Joined(torch.autograd.Function):
 
 
 def _multiply(x: torch.Tensor, layers: tuple[Layer, ...], weights, biases, results) -> list[torch.Tensor]:
-    """The layers' forward pass; what is kept of each."""
+    """The layers' forward pass. Writes `results`; returns each layer's memory for the backward pass."""
     kept, spare = [layers[0].kept.new(x)], layers[0].spare.new(x)
     for i, (layer, weight, bias, y) in enumerate(zip(layers, weights, biases, results, strict=True)):
         if i:
@@ -184,7 +184,7 @@ def _multiply(x: torch.Tensor, layers: tuple[Layer, ...], weights, biases, resul
 
 
 def _saved(ctx) -> list[torch.Tensor]:
-    """What was kept, where kernels can read it: hooks for saved tensors may return it anywhere."""
+    """The saved tensors, aligned for kernels: saved-tensor hooks may return them at any address."""
     return [x if tensors.is_aligned(x) else x.clone() for x in ctx.saved_tensors]
 
 
@@ -209,10 +209,10 @@ class Mlp(NamedTuple):
     """What calls of an MLP have in common.
 
     Attributes:
-        first: layers of gates and ups, or of both.
-        last: of what SwiGLU makes of them, whose cast is SwiGLU's.
-        hidden: shapes and strides of gates and ups, and of the gradient of SwiGLU's result.
-        made: what `swiglu_gradient_cast_both` makes.
+        first: layers for gate and up, or one for both.
+        last: the down layer, whose input SwiGLU casts.
+        hidden: shapes and strides of gate and up together, and of the gradient of SwiGLU's result.
+        made: room for the results of `swiglu_gradient_cast_both`.
     """
 
     first: tuple[Layer, ...]
@@ -227,7 +227,8 @@ class Mlp(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def mlp_of(shape: tuple[int, ...], first: tuple[int, ...], last: tuple[int, int], options: tuple) -> Mlp:
-    """Of an x of this shape, weights of gates and ups with so many rows, and a down weight of this shape."""
+    """The `Mlp` for an x of this shape, gate and up weights with these row counts, and a down weight of shape
+    `last`."""
     rows, (n, columns) = torch.Size(shape[:-1]).numel(), last
     sizes_of_hidden = (rows, 2 * columns), (rows, columns)
     gate_up, dh = (torch.empty(size, device="meta") for size in sizes_of_hidden)
@@ -244,7 +245,7 @@ def _swiglu_options(options: tuple) -> both.BothOptions:
 
 
 class JoinedMlp(torch.autograd.Function):
-    """Of x, an `Mlp` and its weights, which all have gradients; gates and ups are kept in BF16."""
+    """A small MLP. Arguments: x, an `Mlp` and its weights, which all want gradients. Gate and up are kept in BF16."""
 
     @staticmethod
     def forward(ctx, x, mlp, *weights):
@@ -283,14 +284,14 @@ def _gradients_of_mlp(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 def _launch(given: tuple, layer: Layer | Mlp, prepare: Callable) -> None:
-    """By Python where C has met no such tensors, and where a stream is captured. Which step they are of shows in their
-    dtypes and shapes."""
+    """Launch a step: from C if its tensors' signature is known, else, and during a capture, from Python. One cache
+    serves all steps, since their signatures differ."""
     if not _launcher.launch_known(_launches, layer.options, given):
         launches.enqueue(_launches, layer.options, given, partial(prepare, given, layer))
 
 
 class _Names:
-    """Which of a call's tensors another lies in, and where."""
+    """Names of a call's tensors, and the places of views in their memory."""
 
     def __init__(self, names: str, given: tuple):
         self.names = tuple(names.split())[: len(given)]
@@ -325,7 +326,7 @@ def _prepare_next_forward(given: tuple, layer: Layer) -> launches.Prepared:
 
 
 def _forward(codes: Sequence, cast: tuple, y, bias: list, layer: Layer, names: _Names) -> launches.Prepared:
-    """The cast of a weight, and its product with an input's codes."""
+    """Launches: the cast of a weight, and the GEMM with the input's codes."""
     operands = (*codes, *cast[1:3], quantize.as_matrix(y), *(bias or [None]))
     of_weight = both.CAST_WEIGHT.prepare(cast, both.CAST_WEIGHT.Options(*layer.cast), **names.where)
     return of_weight, _product(dense.FP8_GEMM, operands, names)
@@ -347,7 +348,7 @@ def _prepare_next_backward(given: tuple, layer: Layer) -> launches.Prepared:
 def _backward(
     dy, operands: tuple, dx, dw, spare, layer: Layer, names: _Names, *, accumulate: bool
 ) -> launches.Prepared:
-    """The cast of dy, and both its products; that for x perhaps added to what is there."""
+    """Launches: the cast of dy, dgrad (added to dx if `accumulate`) and wgrad."""
     (at, at_scale, bt, b_scale), (d, d_scale, dt, dt_scale) = operands, layer.gradient.views(spare)
     dgrad = dense.SCALED_GEMM if accumulate else dense.FP8_GEMM
     return (
@@ -358,7 +359,7 @@ def _backward(
 
 
 def _prepare_last(given: tuple, layer: Layer) -> launches.Prepared:
-    """SwiGLU with its cast, and the last layer."""
+    """Launches: SwiGLU with its cast, and the down layer."""
     gate_up, weight, y, kept, spare = given
     names = _Names("gate_up weight out kept spare", given)
     (bt, b_scale), (h, h_scale, b) = layer.next_kept.views(kept), layer.spare.views(spare)
@@ -367,7 +368,7 @@ def _prepare_last(given: tuple, layer: Layer) -> launches.Prepared:
 
 
 def _prepare_hidden(given: tuple, layer: Layer) -> launches.Prepared:
-    """The cast of dy, and the gradient of what SwiGLU makes."""
+    """Launches: the cast of dy, and dgrad of the down layer."""
     dy, kept, dh, spare = given
     names = _Names("dy kept dh spare", given)
     (bt, b_scale), codes = layer.next_kept.views(kept), layer.gradient.views(spare)
@@ -376,7 +377,7 @@ def _prepare_hidden(given: tuple, layer: Layer) -> launches.Prepared:
 
 
 def _prepare_swiglu(given: tuple, mlp: Mlp) -> launches.Prepared:
-    """SwiGLU's gradient with its casts, and the last weight's."""
+    """Launches: SwiGLU's gradient with its casts, and wgrad of the down layer."""
     dh, gate_up, spare, made, dw = given
     names, options = _Names("dh gate_up spare made dw", given), _swiglu_options(mlp.options)
     *_, dt, dt_scale = mlp.last.gradient.views(spare)
@@ -387,7 +388,7 @@ def _prepare_swiglu(given: tuple, mlp: Mlp) -> launches.Prepared:
 
 
 def _prepare_gradients(given: tuple, mlp: Mlp) -> launches.Prepared:
-    """Of x and a weight, from the gradient of gates, of ups or of both."""
+    """Launches: dgrad and wgrad of a gate, up or joint layer."""
     made, kept, *of_weight, dx, dw = given
     names = _Names("made kept next dx dw" if of_weight else "made kept dx dw", given)
     layer, i = mlp.first[len(of_weight)], len(of_weight)
@@ -401,7 +402,7 @@ def _prepare_gradients(given: tuple, mlp: Mlp) -> launches.Prepared:
 
 
 def _wgrad(operands: tuple, names: _Names) -> launches.Prepared:
-    """Of dy and x along tokens, to dw."""
+    """The launch of wgrad. Operands: dy and x along tokens with their scales, and dw."""
     call = product_along_tokens(*operands[2:4])
     return _product(call, operands if call is dense.FP8_WGRAD else (*operands, None), names)
 

@@ -49,7 +49,7 @@ class _Mlp:
     hooks, adapters in their place and DTensors are called one by one."""
 
     def __reduce_ex__(self, protocol):
-        """Names the class that the subclass was made of: only that one is found by its name."""
+        """Pickles by the original class, since a subclass made here cannot be found by its name."""
         made, bases = super().__reduce_ex__(max(protocol, 2)), type(self).__bases__
         return (_copied, bases[1:], *made[2:]) if bases[0] is _Mlp else made
 
@@ -78,7 +78,7 @@ def _are_equal(one: Recipe, other: Recipe) -> bool:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether a call of it is one of its class's forward alone."""
+    """Whether a call runs the class's forward alone: no hooks, no own forward."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -103,7 +103,7 @@ def _with_mlp(of: type) -> type:
 
 
 def _copied(of: type) -> nn.Module:
-    """What a converted MLP is pickled and copied as, before its state is there."""
+    """An empty converted MLP for pickle and copy, which then set its state."""
     kind = _with_mlp(of)
     return kind.__new__(kind)
 
@@ -191,7 +191,7 @@ def gather_fp8(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"a weight is a {type(layer.weight).__name__}; call gather_fp8 before the model is sharded"
             )
-    of_weight: dict[nn.Parameter, nn.Parameter] = {}  # layers that share a weight go on to
+    of_weight: dict[nn.Parameter, nn.Parameter] = {}  # layers that share a weight still do
     for layer in layers:
         weight = layer.weight
         if weight not in of_weight:

@@ -21,7 +21,7 @@ from deep_tile.train.recipe import Recipe, check_tensors, checked_once, require
 _FP8 = Recipe()
 
 _checked: dict[tuple, tuple[joined.Layer, ...] | None] = {}
-"""Of `checked_once`, with a `Layer` for each weight where all are small."""
+"""Results of `checked_once`: a `Layer` for each weight if all are small."""
 
 _FIRST = 6
 """Position of the first parameter among `_Linears`'s arguments."""
@@ -125,7 +125,7 @@ def in_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
 
 @torch.compiler.disable
 def _apply_eagerly(*given) -> tuple[torch.Tensor, ...]:
-    """Gradients accumulated into a user's tensor are not results that a compiler could order."""
+    """Runs outside a compiler, which cannot order gradients that are accumulated into a user's tensor."""
     return _Linears.apply(*given)
 
 

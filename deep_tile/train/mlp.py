@@ -82,14 +82,14 @@ _mlp_eagerly = torch.compiler.disable(mlp)
 
 
 def _is_joined(x, weights: tuple, recipe: Recipe) -> bool:
-    """Of an x and weights of gates and ups that are small; SwiGLU's gradient has a kernel for whole blocks."""
+    """Whether the gate and up layers are small and run joined. SwiGLU's gradient kernel needs whole blocks of 128."""
     is_kept_wide = recipe.activations == "bf16" and weights[-1].shape[1] % SCALE_BLOCK == 0
     return is_kept_wide and joined.takes(x, weights[-1], recipe) and joined.trains(x, weights)
 
 
 @torch.compiler.disable
 def _apply_eagerly(*given) -> torch.Tensor:
-    """As in linear.py, for gradients that are not returned."""
+    """Runs outside a compiler, as in linear.py: some gradients are accumulated and not returned."""
     return _Mlp.apply(*given)
 
 
@@ -152,7 +152,7 @@ def _room_of(weights: list, a: torch.Tensor) -> tuple[torch.Tensor | None, Seque
 
 
 def _check(x, first: tuple, w_down, recipe: Recipe) -> tuple[joined.Layer, ...] | None:
-    """As `check_once`."""
+    """The checks of `mlp`, cached like `linear.check_once`."""
     if len(first) not in (1, 2):
         raise ValueError(f"w_gate_up holds {len(first)} weights; pass one [2f, k], or those of gates and of ups")
     layers = check_once(x, first, (None,) * len(first), recipe)

@@ -96,7 +96,7 @@ def wgrad(operands: tuple, dtype: torch.dtype, main_grad: MainGrad | None) -> to
 
 
 def added(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, main_grad: MainGrad | None) -> torch.Tensor | None:
-    """The same for `dy @ x` by torch."""
+    """`dy @ x` by torch, perhaps added to `main_grad`."""
     product = dy @ x.to(dy.dtype)
     if main_grad is None:
         return product.to(dtype)
@@ -110,7 +110,7 @@ def written_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def product_along_tokens(x: torch.Tensor, x_scale: torch.Tensor) -> dense.Dense:
-    """The call that multiplies dy along tokens by x: scales of x are of its columns, or of 128 of them."""
+    """The GEMM for wgrad: x has one scale per column, or per 128 columns."""
     return dense.FP8_WGRAD if x_scale.shape[0] == x.shape[0] > 1 else dense.SCALED_GEMM
 
 

@@ -19,8 +19,8 @@ DGRADS, WGRADS, ACTIVATIONS = ("fp8", "bf16"), ("fp8", "fp8_1x128", "bf16"), ("b
 
 
 class Held:
-    """Hands a recipe to an autograd.Function. A frozen dataclass as an argument Dynamo of torch 2.10 makes anew, of
-    symbols instead of numbers where sizes are dynamic."""
+    """Hands a recipe to an autograd.Function. torch 2.10's Dynamo would rebuild a frozen dataclass argument with
+    symbols for its numbers if sizes are dynamic."""
 
     def __init__(self, recipe: "Recipe") -> None:
         self.recipe = recipe
@@ -78,8 +78,8 @@ def require(recipe: object) -> None:
 
 
 def checked_once(known: dict[tuple, Found], check: Callable[[], Found], recipe: Recipe, *given: object) -> Found:
-    """What `check` returns for these tensors, or has returned for ones with equal properties: all that checks read but
-    memory, which every launch checks. Takes 3 us, where the checks take 20."""
+    """`check`'s result for these tensors, cached by all properties that it reads except memory, which every launch
+    checks. Takes 3 us instead of 20."""
     key = None
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
         try:

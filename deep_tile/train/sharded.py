@@ -1,6 +1,7 @@
 """Linear layers over DTensors: each rank casts and multiplies its own part, as in torch's tensor-parallel styles.
 
-Scales are of a rank's part: blocks of 128 begin where it begins. Communication equals a BF16 layer's under DTensor.
+Blocks of 128 start with each rank's part, so a scale belongs to one rank. Communication equals a BF16 layer's under
+DTensor.
 """
 
 import sys

@@ -5,8 +5,8 @@
 
 namespace deep_tile::ptx {
 
-// Bytes of y and x, those of x first, by the numbers in the selector's four low nibbles, below 8: "prmt". __byte_perm
-// masks them, one instruction more.
+// Selects four bytes out of x (0 to 3) and y (4 to 7) by the selector's four low nibbles, which must be below 8:
+// "prmt". __byte_perm also masks the nibbles, one instruction more.
 __device__ __forceinline__ u32 prmt(u32 x, u32 y, u32 selector) {
     u32 bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(x), "r"(y), "r"(selector));

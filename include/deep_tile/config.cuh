@@ -85,7 +85,7 @@ constexpr int scale_block = 128;       // columns of b per scale
 constexpr int k_block_bytes = 128;     // bytes per operand row in a K block
 constexpr int span_k = 64;             // MN-major operands, always 16-bit: K elements per K block
 constexpr int unit_rows = 16;          // rows per unit of a packed `b`
-constexpr int packed_tables = 256;     // by a byte
+constexpr int packed_tables = 256;     // one per scale byte
 
 // Named barriers: "all" joins all threads, "others" two warps, "apart" both math warpgroups; the rest, per warpgroup.
 constexpr int all_barrier = 0;
@@ -147,7 +147,7 @@ struct PackedOperand<config, true> {
     u64 tables[packed_tables];
 };
 
-// Its mbarriers: a pair per ring stage.
+// Mbarriers of a packed `b`: a pair per ring stage.
 template <GemmConfig config, bool packed = config.packed_b()>
 struct UnitBarriers {};
 

@@ -1,27 +1,28 @@
-// Codes of 4 bits, and the e4m3 that they become: in the converter warps (packed_b.cuh) and in unpack.cuh.
+// Conversion of 4-bit codes to e4m3, for the converter warps (packed_b.cuh) and unpack.cuh.
 //
-// A table has the e4m3 of a code's eight magnitudes times a group's scale. A code's three bits select a byte of it, four
-// codes per PRMT; signs are ORed in. In a word of eight codes, nibble i has the magnitude of code i in its low bits; the
-// top bits have the signs of codes 4, 0, 5, 1, 6, 2, 7, 3, so that a shift aligns four of them with four bytes.
+// A table holds a code's eight magnitudes times a group's scale, as e4m3. A code's three magnitude bits select a byte,
+// four codes per PRMT; signs are ORed in. In a word of eight codes, nibble i has the magnitude of code i in its low
+// bits; the top bits have the signs of codes 4, 0, 5, 1, 6, 2, 7, 3, so that a shift aligns four of them with four
+// bytes.
 //
-// Integers need no table, since each row of a K block has one scale, by which sums are promoted. Up to 2^-5 the bytes of
-// e4m3 count in steps of 2^-9, so that 2^-8 times an integer's magnitude is twice that magnitude as a byte. A nibble is
-// this byte, or two less with bit 0 set where the integer is negative. Byte i of a word has integers i and i + 4.
+// Integers need no table, since each row of a K block has one scale, which promotion applies. Up to 2^-5 the bytes of
+// e4m3 count in steps of 2^-9, so 2^-8 times an integer's magnitude has the byte 2 * magnitude. A nibble holds this
+// byte, or, for a negative integer, the byte minus 1: bit 0 is the sign. Byte i of a word has integers i and i + 4.
 #pragma once
 
 #include "formats.cuh"
 
 namespace deep_tile {
 
-// Magnitudes of e2m1, by their three bits.
+// Returns the magnitude of an e2m1 code, from its three magnitude bits.
 __device__ __forceinline__ float magnitude(int code) {
     return code < 2 ? code * 0.5f : (1 << (code / 2 - 1)) * (1.0f + code % 2 * 0.5f);
 }
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(u32(127 + exponent) << 23); }
 
-// Tables of e2m1 in groups of 32: of a power of two for each byte, a signed exponent relative to the block's scale. What
-// is too large for e4m3 has no place in the block but as zeros, and what is too small is zero.
+// Tables for e2m1 in groups of 32. A scale byte is a power of two: a signed exponent relative to the block's scale.
+// Groups with products too large for e4m3 contain zeros only; products too small become zero.
 struct PowerTables {
     static __device__ __forceinline__ float scale(int byte) {
         const int exponent = static_cast<signed char>(byte);
@@ -29,7 +30,7 @@ struct PowerTables {
     }
 };
 
-// Tables of e2m1 in groups of 16: of an eighth of each e4m3, so that all products are within e4m3.
+// Tables for e2m1 in groups of 16. A scale byte is e4m3 and counts an eighth of its value, so every product fits e4m3.
 struct E4M3Tables {
     static __device__ __forceinline__ float scale(int byte) {
         const int exponent = byte / 8 % 16, fraction = byte % 8;
@@ -37,7 +38,7 @@ struct E4M3Tables {
     }
 };
 
-// The table of a scale's byte, of elements in groups of so many.
+// Returns the table for a scale byte, by group size.
 template <int group>
 __device__ __forceinline__ u64 table_of(int byte) {
     const float scale = Conditional<group == 32, PowerTables, E4M3Tables>::type::scale(byte);
@@ -49,7 +50,7 @@ __device__ __forceinline__ u64 table_of(int byte) {
     return static_cast<u64>(high) << 32 | low;
 }
 
-// Eight elements of e2m1. Hidden from the compiler, both selectors take one mask.
+// Converts eight e2m1 codes. `opaque` makes the compiler mask both selectors with one instruction.
 __device__ __forceinline__ uint2 eight_by_table(u32 codes, uint2 table) {
     constexpr u32 magnitudes = 0x77777777, signs = 0x80808080;
     const u32 selectors = ptx::opaque(static_cast<int>(codes & magnitudes));
@@ -57,14 +58,15 @@ __device__ __forceinline__ uint2 eight_by_table(u32 codes, uint2 table) {
             ptx::prmt(table.x, table.y, selectors >> 16) | (codes << 4 & signs)};
 }
 
-// Eight integers. Multiplied, a sign goes to bit 7, and adds the two that a negative one's nibble lacks less its bit 0.
+// Converts eight integers. Bit 0 times 0x81 sets the sign in bit 7 and adds the 1 that a negative integer's nibble
+// lacks.
 __device__ __forceinline__ uint2 eight_integers(u32 codes) {
     constexpr u32 nibbles = 0x0f0f0f0f, bits = 0x01010101;
     const u32 low = codes & nibbles, high = codes >> 4 & nibbles;
     return {low + (low & bits) * 0x81, high + (high & bits) * 0x81};
 }
 
-// Eight elements in groups of so many: those of a K block are integers.
+// Converts eight codes, by group size. Groups as long as a K block are integers.
 template <int group>
 __device__ __forceinline__ uint2 eight_elements(u32 codes, uint2 table) {
     return group == scale_block ? eight_integers(codes) : eight_by_table(codes, table);

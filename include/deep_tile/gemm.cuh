@@ -7,9 +7,9 @@
 //   scale warps, up to 3          cp.async copies a, b scales, a stage each      wait empty, arrive on full
 //   store warps, if any are left  TMA-store output boxes                         wait boxes full, arrive boxes empty
 //   math warpgroups 0 (and 1)     WGMMA, FP32 promotion; epilogue, own rows      wait full, arrive on empty
-//   unit warp, of a packed b      bulk copies of 4-bit b, in a ring of its own   waits units empty, expects bytes on full
-//   converter warps, likewise     8-bit b from it, in a slot                     wait units full, slot empty; arrive on
-//                                                                                units empty, slot full
+//   unit warp, if b is packed     bulk copies of 4-bit b to a ring of its own    waits units empty, expects bytes on full
+//   converter warps, likewise     convert 4-bit b of that ring to 8 bits, in a   wait units full, slot empty; arrive on
+//                                 slot                                           units empty, slot full
 //
 //   barrier       waited for by         arrivals                                 completes when
 //   full[s]       math warpgroups       1 operand lane + 32 lanes of a scale     stage s holds a, b and their scales
@@ -92,7 +92,8 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
     epilogue.drain();
 }
 
-// Adds up this CTA's columns in the rows of one chunk; with the last chunk's, finishes and stores the tile.
+// Split K: adds the received sums to this CTA's columns of one chunk; after the last chunk, applies the epilogue and
+// stores the columns.
 template <GemmConfig config, int part>
 __device__ __forceinline__ void finish_part(const GemmParams& params, SplitReduction<config>& reduction, Epilogue<config>& epilogue,
                                             const ShareScaled<config>& scaled, Accumulators<config>& sums, int chunk,
@@ -147,11 +148,11 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
     epilogue.drain();
 }
 
-// Returns whether dependent launches may start as soon as this launch has waited for its predecessor (never sooner, so
-// that they find the predecessor complete, as after a launch that waited itself), or only after the tiles are stored.
-// Successor CTAs take SMs in the order these become free, so raster neighbours run far apart and shared data arrives
-// later: in chains, nine shapes with 128 <= m <= 512 take 3 % less with a late start, up to 10 %. With one row of
-// tiles, which share no `b`, a late start costs 2 %; with two-chunk tiles, 1 % (H200, 2026-11-22).
+// True if dependent launches may start as soon as this launch has waited for its predecessor; false if only after the
+// tiles are stored. They never start sooner, so they find that predecessor complete. Successor CTAs take SMs in the
+// order these become free, so raster neighbours run far apart and shared data arrives later: in chains, nine shapes
+// with 128 <= m <= 512 take 3 % less with a late start, up to 10 %. With one row of tiles, which share no `b`, a late
+// start costs 2 %; with two-chunk tiles, 1 % (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ bool starts_successor_early(const GemmParams& params) {
     const bool is_one_row = config.transposed ? params.n <= config.block_n : params.m <= config.block_m;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void prefetch_maps(const GemmParams& params) {
     if constexpr (!config.packed_b()) ptx::prefetch_tensormap(params.b_maps[0]);
 }
 
-// Runs a math warpgroup over its tiles, or its parts of them.
+// Runs a math warpgroup over its tiles, or, under split K, over its part of each tile.
 template <GemmConfig config>
 __device__ __forceinline__ void consume_parts(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
     if constexpr (config.split_k == 1) {
@@ -189,11 +190,11 @@ __device__ __forceinline__ void consume_parts(const GemmParams& params, SharedSt
     }
 }
 
-// Gives every warp its role. setmaxnreg.dec precedes every wait for math warps, which themselves wait for these registers.
-// First requests stay outside the producer loops, so the path from the entry to them is one straight line. Producers
-// stand in the `else` branch, because ptxas places it first: code arrives in that order as a launch begins, 20 ns per KB,
-// and the producer loops are needed before the math loops, which wait for them: m <= 128 takes 0.35 % less, 128x144 0.6
-// to 1 %, 128x256 0.4 % (H200, 2026-11-22).
+// Gives every warp its role. Producers execute setmaxnreg.dec before they wait for math warps, which wait for these
+// registers. First requests stay outside the producer loops, so the path from the entry to them is one straight line.
+// Producers stand in the `else` branch, because ptxas places it first: code arrives in that order as a launch begins,
+// 20 ns per KB, and the producer loops are needed before the math loops, which wait for them: m <= 128 takes 0.35 %
+// less, 128x144 0.6 to 1 %, 128x256 0.4 % (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ void gemm(const GemmParams& params) {
     auto& smem = shared_storage<config>();

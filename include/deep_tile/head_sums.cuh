@@ -13,7 +13,7 @@ struct Logit;
 template <>
 struct Logit<Format::fp32> {
     using Bits = float;
-    static constexpr u32 minus_infinity = 0xff800000;  // as often as fits into 32 bits
+    static constexpr u32 minus_infinity = 0xff800000;  // repeated to fill 32 bits
     static __device__ __forceinline__ Bits of(float value) { return value; }
     static __device__ __forceinline__ Bits least() { return __uint_as_float(minus_infinity); }
 };
@@ -38,13 +38,13 @@ class HeadSums {
     static constexpr int in = config.part_queries();
     static constexpr int slots = in > 4 ? 8 : in > 2 ? 4 : in;  // powers of two
     static constexpr int count = 2 * slots;
-    static constexpr int kept = count > 4 ? count / 4 : 1;  // per each of the four threads
+    static constexpr int kept = count > 4 ? count / 4 : 1;  // sums that each of the four threads keeps
 
    public:
     static constexpr int queries = kept > 1 ? kept / 2 : 1;
     static constexpr int rows = kept > 1 ? 2 : 1;
 
-    // The first row that a thread keeps, beside its own; and a query, or -1.
+    // Offset from a thread's row to the first row whose sums it keeps; and the `i`-th query that it keeps, or -1.
     static __device__ __forceinline__ int row(int lane) { return rows == 1 ? 8 * (first(lane) % 2) : 0; }
     static __device__ __forceinline__ int query(int lane, int i) {
         const int found = first(lane) / 2 + i;
@@ -72,7 +72,7 @@ class HeadSums {
     }
 
    private:
-    // The first number that a thread keeps.
+    // Index of the first sum that a thread keeps.
     static __device__ __forceinline__ int first(int lane) {
         return (lane & 2 ? count / 2 : 0) + (count > 2 && lane & 1 ? count / 4 : 0);
     }

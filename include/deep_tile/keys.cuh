@@ -6,7 +6,7 @@
 namespace deep_tile {
 
 constexpr int fill_warps = 3;
-constexpr int fill_columns = 4096;  // that a warp fills at once
+constexpr int fill_columns = 4096;  // columns that a warp fills at once
 
 // Writes a task (without tiles: the last one) and requests its data.
 template <LogitsConfig config>
@@ -46,7 +46,7 @@ class Pages {
         next_ = read(first);
     }
 
-    // A tile's page; calls step from the first tile on, one by one.
+    // Returns a tile's page. Callers ask for consecutive tiles, from the first one on.
     __device__ __forceinline__ int page(int tile) {
         const int lane = (tile - first_) % warp_threads;
         if (lane == 0) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void load(const LogitsParams& params, LogitsStorage<c
         PagesOf pages(params, walk.queries, walk.tiles.begin);
 #pragma unroll 1
         for (int tile = walk.tiles.begin; tile < walk.tiles.end; ++tile, state.advance()) {
-            const int page = pages.page(tile);  // TMA loads zeros for one that the cache has not
+            const int page = pages.page(tile);  // TMA loads zeros for a page outside the cache
             const int key = config.paged ? 0 : tile * key_tile;
             wait(smem.empty[state.stage], state.phase ^ 1);
             if (ptx::elect_sync()) {

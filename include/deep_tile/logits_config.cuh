@@ -13,7 +13,7 @@ struct LogitsConfig {
     int heads;          // per query in shared memory: q's heads, then zeros
     int queries;        // per math warpgroup
     int block_queries;  // queries that share key tiles
-    int parts;            // that a warpgroup's queries are multiplied in, one while the other is added up
+    int parts;            // of a warpgroup's queries: one is multiplied while the other is summed
     int stages;
     int warpgroups;
     bool splits_queries;  // warpgroups have their own queries; else they alternate in tiles

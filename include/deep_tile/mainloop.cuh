@@ -10,13 +10,14 @@
 //
 // Between two WGMMAs in one warpgroup, only the other warpgroup feeds the tensor cores. If registers allow, a K block
 // is therefore multiplied while the previous one is promoted: 3 % for 128x128, more with only one math warpgroup. Wider
-// tiles at least await the next stage and read its scales during a WGMMA of this one: 2 % at k = 2048, 5 % at 16384
-// (H200, 2026-11-21).
+// tiles lack the registers, but await the next stage and read its scales during a WGMMA of this one: 2 % at k = 2048, 5
+// % at 16384 (H200, 2026-11-21).
 //
 // Tensor cores interleave concurrent WGMMAs from two warpgroups, instruction by instruction. Warpgroups that issue
 // together end and promote together: 128x192 then takes 1013 clocks per K block, but 775 if one issues halfway through
-// the other, and chance decides. So they take turns: one issues after the other has issued. Two-chunk tiles take none,
-// because their WGMMAs are no longer than the gaps between them: turns would be 3 to 5 % slower (H200, 2026-11-21).
+// the other, and chance decides. So they take turns: one issues after the other has issued. Two-chunk tiles take no
+// turns, which would be 3 to 5 % slower, because their WGMMAs are no longer than the gaps between them (H200,
+// 2026-11-21).
 #pragma once
 
 #include "accumulate.cuh"
@@ -273,12 +274,12 @@ class Ahead : public TwoSets<config> {
    private:
     using TwoSets<config>::math, TwoSets<config>::blocks;
 
-    // Last K blocks that warpgroup 1 issues only after warpgroup 0 has multiplied its whole tile. In step, they end a
-    // tile together, and the tensor cores wait while both store. Apart, one works at full rate, which takes queued
-    // WGMMAs, then the other, while the first stores and begins the next tile: 128x128 takes 1.5 to 2.5 % less with
-    // several tiles per SM. Two blocks in a launch's last tile, which no other hides: 1 % with one tile. None in
-    // earlier tiles if each K block of a tile has a stage: 2 to 3 % more at k = 512, for want of the stages between the
-    // two (H200, 2026-11-22).
+    // Number of a tile's last K blocks that warpgroup 1 issues only after warpgroup 0 has multiplied its whole tile. If
+    // the warpgroups end a tile together, tensor cores idle while both store. Held apart, one multiplies at full rate
+    // (with queued WGMMAs) while the other stores and begins its next tile: 128x128 takes 1.5 to 2.5 % less with
+    // several tiles per SM. The number is 2 in a launch's last tile, whose store no other tile hides: 1 % with one
+    // tile. It is 0 in earlier tiles if each K block of a tile has its own stage: holding apart then takes 2 to 3 %
+    // more at k = 512, for want of stages (H200, 2026-11-22).
     __device__ __forceinline__ int blocks_apart(bool more) const {
         if (!config.ends_apart) return 0;
         const int blocks = !more ? 2 : math.steps() > config.stages ? 1 : 0;

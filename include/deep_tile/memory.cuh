@@ -185,7 +185,7 @@ __device__ __forceinline__ void ld_global(const float* address, float (&values)[
                  : "memory");
 }
 
-// Stores if `wanted`, without a branch, after which ptxas would take a warp's threads for apart.
+// Stores if `wanted`, without a branch, after which ptxas would take the warp for divergent.
 __device__ __forceinline__ void st_global(float* address, float value, bool wanted) {
     asm volatile(
         "{\n"

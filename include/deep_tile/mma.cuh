@@ -72,9 +72,9 @@ struct Descriptors {
 };
 
 // Descriptors carried along from stage to stage, for stages with one scale block. ptxas makes all WGMMAs read the same
-// four uniform registers. What it can compute, it computes in them, between two WGMMAs, which then issue 12 clocks
-// apart; what lies in other registers, it moves there, and the next WGMMA issues after 4. The high halves must
-// therefore be unknown to ptxas, one per operand, which then stays in place.
+// four uniform registers. Values that ptxas can compute are computed in these registers between two WGMMAs, which then
+// issue 12 clocks apart. Values in other registers are moved there, and the next WGMMA issues after 4 clocks. The high
+// halves must therefore be unknown to ptxas, one per operand, which then stays in place.
 template <GemmConfig config>
 class CarriedDescriptors {
    public:

@@ -161,8 +161,8 @@ class OperandLoader {
         }
     }
 
-    // Loads box by box. Halves of a box lie one behind the other, since each has its own K. A `cut` last box has the
-    // other map; in shared memory its rows of K are as far apart as a full one's.
+    // Loads box by box. Halves of a box are contiguous, since each has its own K. With `cut`, the last box uses the
+    // tail map; its K rows have a full box's pitch in shared memory.
     template <int tile_rows, int span, bool shared, bool cut>
     __device__ __forceinline__ void load_spans(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
         constexpr bool multicasts = shared && multicast;

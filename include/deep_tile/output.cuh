@@ -55,7 +55,7 @@ class Epilogue {
 
    private:
     static constexpr int warp_rows = mma_m / (warpgroup_threads / warp_threads);
-    // Stores that may still read while the next box is written, from other buffers: these must come round evenly.
+    // True if stores may still read while the next box is written to another buffer: the buffers must divide the boxes.
     static constexpr bool round = config.boxes_at_once == 1 && config.boxes % config.store_buffers == 0;
     static constexpr int pending = round ? config.store_buffers - 1 : 0;
 

@@ -74,24 +74,25 @@ __device__ __forceinline__ void produce_units(const GemmParams& params, SharedSt
 }
 
 // Converter warps: each takes its share of a stage's units, one after the other. A lane has one unit row and two of its
-// four 32-code columns: eight lanes read and write eight rows of one column, in different banks on both sides. A unit is
-// read before the one ahead of it is converted, and its tables behind that, so that no lane waits for shared memory. The
-// fence between these writes and WGMMA is the math warps' (stored_b.cuh).
+// four 32-code columns: eight lanes read and write eight rows of one column, in different banks on both sides. A lane
+// reads a unit before it converts the previous one, and looks up the unit's tables after that conversion, so no lane
+// waits for shared memory. Math warps execute the fence between these writes and WGMMA (stored_b.cuh).
 template <GemmConfig config>
 class Converter {
    public:
-    // What a lane holds of a unit that is yet to be converted.
+    // A lane's part of a unit, before conversion.
     struct Unit {
         uint4 codes[2];
         u32 scales;
         uint2 tables[config.b_group < scale_block ? 2 * 32 / config.b_group : 1];
     };
 
-    static constexpr int all_units = config.scale_blocks * tile_units<config>;  // of a stage
-    static constexpr int units = (all_units + config.converter_warps - 1) / config.converter_warps;  // most of a warp
+    static constexpr int all_units = config.scale_blocks * tile_units<config>;  // per stage
+    static constexpr int units = (all_units + config.converter_warps - 1) / config.converter_warps;  // per warp, at most
 
-    // Beside two math warpgroups NVFP4, with most tables, reads a unit behind the one ahead: otherwise NVRTC 13.2 and
-    // 13.5 lack registers, and have the scale warps of 128x128 wait at barriers as if divergent.
+    // False for NVFP4, which has the most tables, beside two math warpgroups: a unit is then read after the previous
+    // one is converted. Otherwise NVRTC 13.2 and 13.5 lack registers and make the scale warps of 128x128 wait at
+    // barriers as if divergent.
     static constexpr bool reads_ahead = config.math_warpgroups == 1 || config.b_group >= 32;
 
     __device__ __forceinline__ Converter(SharedStorage<config>& smem, int warp)
@@ -99,7 +100,7 @@ class Converter {
         if constexpr (has_tables) write_tables();
     }
 
-    // True if a stage has this warp's unit `i`: with a number of units that the warps do not divide, some lack the last.
+    // True if a stage has this warp's unit `i`: some warps lack the last one if the units do not divide evenly.
     __device__ __forceinline__ bool has(int i) const {
         return all_units % config.converter_warps == 0 || i * config.converter_warps + warp_ < all_units;
     }
@@ -196,8 +197,8 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
     Unit present = converter.read(0, 0);
     converter.look_up(present);
     const bool arrives = threadIdx.x % warp_threads == 0;
-    // Slots advance last in a step: ptxas keeps a copy of the number, made before that, in a register of each lane, and
-    // lets the warp fall apart at the wait.
+    // Slots advance at the end of a step. Otherwise ptxas keeps a copy of the earlier slot number in a register of each
+    // lane, and lets the warp diverge at the wait.
 #pragma unroll 1
     for (; left > 0; --left) {
         const int stage = state.stage;

@@ -13,7 +13,7 @@ namespace deep_tile {
 
 __device__ __forceinline__ int clamped(int value, int least, int most) { return min(max(value, least), most); }
 
-// Keys that count for a query, by its row in q: within the keys that there are, whatever the lists say.
+// Key range of a query, by its row in q, clamped to the existing keys.
 template <LogitsConfig config>
 __device__ __forceinline__ Span keys_of(const LogitsParams& params, int row) {
     if constexpr (config.paged) {
@@ -116,8 +116,8 @@ class ShareWalk {
     }
 
     QueryBlock queries;
-    Span keys;   // the lane's query's
-    Span tiles;  // this block's, in this share
+    Span keys;   // key range of the lane's query
+    Span tiles;  // key tiles of this block, in this share
 
    private:
     // Tiles that the block needs, as a warp-uniform value.

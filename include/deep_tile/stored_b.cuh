@@ -22,8 +22,8 @@ struct RingB {
     template <typename Scheduler>
     __device__ __forceinline__ void turn_to_tile(const Scheduler&) {}
 
-    // Operand warp: whether it loads the tile's `b`, and whether it prefetches the `next` tile's into L2: steps from
-    // the first round, divided among the CTAs that share these columns.
+    // For the operand warp: whether it loads the tile's `b`, and whether it prefetches K block `step` of the `next`
+    // tile's `b` into L2. The CTAs that share these columns divide the first round of stages among themselves.
     __device__ __forceinline__ bool is_requested() const { return true; }
     __device__ __forceinline__ bool prefetches(const GemmParams& params, Tile<config> next, int step) const {
         if (!config.prefetches_b || !next.valid || step >= config.stages) return false;
@@ -32,7 +32,7 @@ struct RingB {
     __device__ __forceinline__ void await_empty(SharedStorage<config>&, int) const {}
     __device__ __forceinline__ void end_tile() {}
 
-    // Math warpgroup, stage by stage.
+    // For a math warpgroup, stage by stage.
     __device__ __forceinline__ int slot(int stage) const { return stage; }
     __device__ __forceinline__ void await_full(SharedStorage<config>&) const {}
     __device__ __forceinline__ void advance(int) {}
@@ -96,8 +96,9 @@ class ConvertedB : public RingB<config> {
 
     __device__ __forceinline__ int slot(int) const { return state_.stage; }
 
-    // Orders the converter warps' writes before WGMMA's reads, in their stead: their fences would wait for the writes,
-    // and hold up the next K block. 64x128 takes 7 % less, 128x128 4 %, 256x128 the same (H100, 2026-11-26).
+    // Orders the converter warps' writes before WGMMA's reads. Math warps fence, because a fence in the converter warps
+    // would wait for the writes and delay the next K block: 64x128 takes 7 % less, 128x128 4 %, 256x128 the same (H100,
+    // 2026-11-26).
     __device__ __forceinline__ void await_full(SharedStorage<config>& smem) const {
         wait(smem.slots.full[state_.stage], state_.phase);
         ptx::fence_proxy_async();

@@ -9,9 +9,9 @@
 //
 // An FP32 b is a sum of BF16 terms (terms.cuh), whose products with BF16 are exact; but WGMMA truncates as it
 // accumulates, so temporaries span one K block, smallest terms first, and are then added to FP32 registers, as FP8 is
-// promoted. Narrow tiles split b themselves, the next K block's while WGMMA multiplies this one's; wide ones, which many
-// CTAs share, find it split. A unit is one tile and one part of K: what is computed of it depends on nothing else, and
-// add_parts() sums the parts in a fixed order.
+// promoted. Narrow tiles split b in the kernel: the next K block while WGMMA multiplies this one. Wide tiles, whose b
+// many CTAs share, read it already split. A unit is one tile and one part of K; its sums depend on nothing else, and
+// add_parts() adds the parts in a fixed order.
 #pragma once
 
 #include "memory.cuh"
@@ -22,19 +22,20 @@
 namespace deep_tile {
 
 constexpr int thin_k = 64;       // elements of K in a K block
-constexpr int most_columns = 192;  // of a WGMMA, as there are registers for
-constexpr int split_rows = 2;    // of b, that a warp splits at once: four numbers a lane
-constexpr int split_slots = 2;   // for terms: of the K block that is multiplied, and of the next one
-constexpr u32 split_barrier = 1; // at which math warps meet
+constexpr int most_columns = 192;  // per WGMMA, limited by registers
+constexpr int split_rows = 2;    // rows of b that a warp splits at once, four numbers per lane
+constexpr int split_slots = 2;   // buffers for terms: one K block is multiplied, the next is split
+constexpr u32 split_barrier = 1; // math warps meet here
 
 struct ThinConfig {
     int block_m, block_n;
     int terms;     // of b
     int stages;
     bool splits;   // b is FP32; otherwise its terms are operands
-    bool squares;  // sums of the squares of a's rows, too
+    bool squares;  // also sum the squares of each row of a
 
-    // Terms lie side by side in one WGMMA's columns where there are registers: it reads a once, and each has its own sums.
+    // True if terms lie side by side in one WGMMA's columns, where registers suffice: a is read once, and each term has
+    // its own sums.
     constexpr bool side_by_side() const { return block_m <= 128 && terms * block_n <= most_columns; }
     constexpr int columns_at_once() const { return side_by_side() ? terms * block_n : block_n; }
     constexpr int chains() const { return terms * block_n / columns_at_once(); }
@@ -262,7 +263,7 @@ class ThinMath {
         ptx::wgmma_commit_group();
     }
 
-    // Splits the stage that comes next.
+    // Splits the next stage.
     __device__ __forceinline__ void split() const {
         wait(smem_.landed[state_.stage], state_.phase);
         split_stage<config>(smem_.b[state_.stage * config.boxes()], smem_.b[first_box(slot_)], warp_);

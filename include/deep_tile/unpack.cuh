@@ -1,14 +1,14 @@
-// A packed weight as FP8: what large products multiply with, which would wait for the converter warps (packed_b.cuh).
+// Unpacks a 4-bit weight to FP8 in memory, for large GEMMs, which would wait for the converter warps (packed_b.cuh).
 //
-// deep_tile/cast.py launches it; packed.as_fp8 is the definition, equal in every bit. A warp takes a unit: eight lanes have
-// the pieces of 16 codes of a row, and write a line of it.
+// deep_tile/cast.py launches it; packed.as_fp8 is the definition, equal in every bit. A warp takes a unit: eight lanes
+// have 16 codes of a row each, and write one cache line.
 #pragma once
 
 #include "fourbit.cuh"
 
 namespace deep_tile {
 
-// Unpacks a unit at `from` to the rows at `to`, with tables of its groups. All is read before the first is written.
+// Unpacks a unit at `from` to the rows at `to`, with its groups' tables. All reads precede the first write.
 template <int group>
 __device__ __forceinline__ void unpack_unit(const u8* from, u8* to, i64 row_bytes, const uint2* tables) {
     constexpr int rows_at_once = warp_threads / 8, passes = unit_rows / rows_at_once;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void unpack_unit(const u8* from, u8* to, i64 row_byte
     }
 }
 
-// The next launch reads what this one writes, and is no programmatic one: it starts at the end of this.
+// The next launch reads this one's result. It is not a programmatic dependent launch, so it starts after this one ends.
 template <int group>
 __device__ __forceinline__ void unpack(const UnpackParams& params) {
     constexpr int unit_bytes = unit_rows * (scale_block / 2 + (group < scale_block ? scale_block / group : 0));

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import models
 import reference
+import serve_mxfp4
 import torch
 import vllm.distributed.parallel_state as parallel
 from reference import error
@@ -62,13 +63,6 @@ def in_blocks(layer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         [dequantize(w, s, block=(128, 128)) for w, s in zip(weight.data, scale.data, strict=True)]
         for weight, scale in weights
     )
-
-
-def of_codes() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Those of a layer of MXFP4, and its biases, as they were loaded."""
-    found = {name.rpartition(".")[2]: x for name, x in models.DRAWN.items()}
-    matrices = (reference.wide(found[f"{name}_weight"], found[f"{name}_weight_scale"]) for name in ("w13", "w2"))
-    return tuple(matrices), tuple(found.get(f"{name}_bias", torch.zeros(8, 1)) for name in ("w13", "w2"))
 
 
 def of_experts(kernel, layer, x: torch.Tensor, matrices, biases) -> float:
@@ -154,16 +148,6 @@ def of_layer(config, layer, kind: str) -> dict:
     return found
 
 
-def of_mxfp4_layer(layer) -> dict:
-    """What serves its experts, and their error."""
-    runner, x = layer.mlp.experts, torch.randn(5, 256, dtype=torch.bfloat16)
-    method, experts = runner._quant_method, runner.routed_experts
-    found = {"experts": method.experts_cls.__name__, "activation": experts.activation.value}
-    if found["experts"].startswith("DeepTile"):
-        found["error_of_experts"] = of_experts(method.moe_kernel, experts, x, *of_codes())
-    return found
-
-
 def of_reloaded(config, model, kind: str) -> float:
     """Error of experts whose weights are replaced while vLLM serves; by the kernel that CUDA graphs hold."""
     layer, matrices = model.model.layers[0].mlp.experts, {}
@@ -197,7 +181,7 @@ def main(folder: str, kind: str) -> None:
     found = {"abstract": {each.__name__: sorted(each.__abstractmethods__) for each in CLASSES}}
     layer = model.model.layers[0]
     with torch.inference_mode(), set_current_vllm_config(config):
-        found |= of_mxfp4_layer(layer) if kind in models.OF_MXFP4 else of_layer(config, layer, kind)
+        found |= serve_mxfp4.errors(model, config, (5,)) if kind in models.OF_MXFP4 else of_layer(config, layer, kind)
         if kind in ("experts", "mxfp4") and found["experts"].startswith("DeepTile"):
             found["error_of_reloaded"] = of_reloaded(config, model, kind)
         keys = [aot_compile_hash_factors(config), plugin.unregister(), aot_compile_hash_factors(config)]

@@ -1,4 +1,4 @@
-"""What layers of experts compute, token by token, for in_vllm.py and in_sglang_mxfp4.py."""
+"""What layers of experts compute, token by token, for in_vllm.py, in_sglang_mxfp4.py and serve_mxfp4.py."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ E2M1 = torch.cat([E2M1, -E2M1])
 
 def wide(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The values of MXFP4: codes [..., k / 2] in uint8, and exponents [..., k / 32] in uint8."""
-    values = E2M1[torch.stack([codes % 16, codes // 16], -1).flatten(-2).int()]
+    values = E2M1.to(codes.device)[torch.stack([codes % 16, codes // 16], -1).flatten(-2).int()]
     return values * torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
 
 
@@ -30,7 +30,7 @@ def of_gpt_oss(gate_up: torch.Tensor, limit: float = 7.0) -> torch.Tensor:
 def of_experts(x, ids, shares, matrices, biases, gated: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """[tokens, k] in FP32, of the experts' matrices and biases, both (of gates and ups, of the second product)."""
     (up, down), (up_bias, down_bias) = matrices, biases
-    out = torch.zeros(x.shape)
+    out = torch.zeros(x.shape, device=x.device)
     for token, chosen in enumerate(ids.tolist()):
         for j, expert in enumerate(chosen):
             h = gated(up[expert] @ x[token].float() + up_bias[expert].float())

@@ -244,6 +244,12 @@ def check_sglang(folder: Path, name: str) -> list[str]:
                 failures.append(f"{kind}, variable {variable!r}, backend {asked}: {layer['method']} serves")
             if serves and (layer["error"] > MOST_ERROR or layer["bytes"] > MOST_BYTES):
                 failures.append(f"{kind}: {layer}")
+    once = "--device", "cpu", "--cases", "one", "--layouts"  # experts' layouts are made by Triton
+    found, _ = run(folder, name, "in_sglang_layers.py", *once, SGLANG_USE_DEEP_TILE="1")
+    print(name, "layers", found, flush=True)
+    linear, limit = found["linear, one"], found["limit of SMs"]
+    if not (linear["hooked"] and linear["error"] < MOST_ERROR and limit["equal"]):
+        failures.append(f"linear layer: {found}")
     stand_ins = STAND_INS["sglang"].replace(" deep_gemm", "")
     served = {"SGLANG_USE_DEEP_TILE": "1", "ENGINE_STAND_INS": stand_ins, "ENGINE_DEEP_GEMM": str(folder / DEEP_GEMM)}
     chosen, _ = run(folder, name, "in_sglang_indexer.py", **served)
