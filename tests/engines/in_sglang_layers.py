@@ -17,6 +17,7 @@ from importlib import import_module
 from types import ModuleType, SimpleNamespace
 
 import torch
+from reference import error
 
 STAND_IN = ModuleType("deep_gemm")
 """DeepGEMM: settings alone."""
@@ -115,10 +116,6 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     codes, scale = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(*x.shape[:-1], x.shape[-1] // 128)
     cast(x, codes, scale, 128)
     return codes.double() * scale.double().repeat_interleave(128, -1)
-
-
-def error(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((out.double() - wanted).norm() / wanted.norm()).item()
 
 
 def in_graph(function, x: torch.Tensor) -> torch.Tensor | None:

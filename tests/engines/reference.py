@@ -1,4 +1,4 @@
-"""What layers of experts compute, token by token, for in_vllm.py, in_sglang_mxfp4.py and serve_mxfp4.py."""
+"""What layers of experts compute, token by token, and relative errors, for the scripts beside it."""
 
 from collections.abc import Callable
 
@@ -39,4 +39,4 @@ def of_experts(x, ids, shares, matrices, biases, gated: Callable[[torch.Tensor],
 
 
 def error(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((out.float() - wanted).norm() / wanted.norm()).item()
+    return ((out.double() - wanted).norm() / wanted.double().norm()).item()
