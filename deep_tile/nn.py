@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deep_tile import api, blocks, cast, checks, formats, jit, packed_layers, quantize, replaceable, tensors
-from deep_tile.config import SCALE_BLOCK, as_counts, check_sizes
+from deep_tile.config import as_counts, check_sizes
 from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
 from deep_tile.packed_layers import PackedExperts, PackedLinear
@@ -488,10 +488,10 @@ def _expert_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
             if weight.dtype != FP8_DTYPE or weight.dim() != 3:
                 continue
             groups, n, k = weight.shape
-            scales, blocks_of = (f"{name}_scale_inv", f"{name}_scale"), scale_shape((n, k), WEIGHT_BLOCK)
-            if _has_scale(layer, scales, (groups, *blocks_of)):
+            scales, (rows, columns) = (f"{name}_scale_inv", f"{name}_scale"), scale_shape((n, k), WEIGHT_BLOCK)
+            if _has_scale(layer, scales, (groups, rows, columns)):
                 yield weight
-            elif n <= SCALE_BLOCK and _has_scale(layer, scales, (groups, 2, blocks_of[1])):
+            elif _has_scale(layer, scales, (groups, transformers_config.gate_up_scale_rows(n)[-1], columns)):
                 yield weight[:, : n // 2]  # a narrow gate_up, whose halves are multiplied separately
 
 

@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deep_tile import blocks, tensors
 from deep_tile.config import SCALE_BLOCK
+from deep_tile.integrations.transformers_config import gate_up_scale_rows
 from deep_tile.quantize import FP8_DTYPE, WEIGHT_BLOCK
 
 _LINEAR = ("weight",)
@@ -96,8 +97,9 @@ def _rebase_layer(
             made = blocks.to_blocks(weight, scale, format=format_, max_error=max_error)
         except ValueError as error:
             raise ValueError(f"{prefix}{name}: {error}") from None
-        halves = 2 if name == "gate_up_proj" and weight.shape[1] <= SCALE_BLOCK else 1  # each has a scale there
-        scales = made.scale.repeat_interleave(halves, 1) if halves > 1 else made.scale
+        scales = made.scale
+        if name == "gate_up_proj" and scales.shape[1] == 1:
+            scales = scales.repeat_interleave(gate_up_scale_rows(weight.shape[1])[-1], 1)
         frozen = (torch.nn.Parameter(x, requires_grad=False) for x in (made.weight, scales))
         done[name] = (*frozen, made.report)
         known[given] = (of_given, *done[name])

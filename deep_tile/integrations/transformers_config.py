@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deep_tile import replaceable
-from deep_tile.config import SCALE_BLOCK
+from deep_tile.config import SCALE_BLOCK, ceil_div
 from deep_tile.quantize import FP8_DTYPE
 
 _FORMAT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK]}
@@ -38,6 +38,12 @@ def description(model: torch.nn.Module, layers: Collection[str]) -> Callable[[],
                 _give(module, config)
 
     return tell
+
+
+def gate_up_scale_rows(n: int) -> tuple[int, ...]:
+    """Rows that the scales of a gate_up with n rows may have: one per block, and last as transformers makes them, which
+    gives each half of a single block its own."""
+    return (1, 2) if n <= SCALE_BLOCK else (ceil_div(n, SCALE_BLOCK),)
 
 
 def _pretrained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -12,6 +12,7 @@ import torch
 
 from deep_tile import experts, grouped, quantize
 from deep_tile.config import SCALE_BLOCK, ceil_div
+from deep_tile.integrations.transformers_config import gate_up_scale_rows
 from deep_tile.integrations.transformers_weights import operands, takes
 
 
@@ -70,10 +71,9 @@ def _takes_layer(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
 
 
 def _scale_shapes(weight: torch.Tensor) -> list[tuple[int, ...]]:
-    """Shapes of scales in blocks, and with one for each half of a narrow gate_up, as transformers makes it."""
+    """Shapes that a gate_up's scales may have, the first in blocks."""
     groups, n, k = weight.shape
-    rows = [ceil_div(n, SCALE_BLOCK)] + [2] * (n <= SCALE_BLOCK)
-    return [(groups, count, ceil_div(k, SCALE_BLOCK)) for count in rows]
+    return [(groups, rows, ceil_div(k, SCALE_BLOCK)) for rows in gate_up_scale_rows(n)]
 
 
 def _multiply_gate_up(layer: torch.nn.Module, x, x_scale, offs) -> torch.Tensor:

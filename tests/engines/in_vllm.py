@@ -68,17 +68,7 @@ def in_blocks(layer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def of_experts(kernel, layer, x: torch.Tensor, matrices, biases) -> float:
     ids = torch.stack([torch.randperm(8)[:2] for _ in x]).int()
     shares = torch.rand(len(x), 2)
-    out = kernel.apply(
-        hidden_states=x,
-        w1=layer.w13_weight,
-        w2=layer.w2_weight,
-        topk_weights=shares,
-        topk_ids=ids,
-        activation=layer.activation,
-        global_num_experts=8,
-        expert_map=None,
-        apply_router_weight_on_input=False,
-    )
+    out = reference.of_kernel(kernel, layer, x, ids, shares)
     gated = reference.of_silu if layer.activation == MoEActivation.SILU else reference.of_gpt_oss
     return error(out, reference.of_experts(x, ids, shares, matrices, biases, gated))
 

@@ -1,4 +1,4 @@
-"""What layers of experts compute, token by token, and relative errors, for the scripts beside it."""
+"""What layers of experts compute, token by token and by vLLM's kernels, and errors, for the scripts beside it."""
 
 from collections.abc import Callable
 
@@ -36,6 +36,21 @@ def of_experts(x, ids, shares, matrices, biases, gated: Callable[[torch.Tensor],
             h = gated(up[expert] @ x[token].float() + up_bias[expert].float())
             out[token] += shares[token, j] * (down[expert] @ h + down_bias[expert].float())
     return out
+
+
+def of_kernel(kernel, layer, x, ids, shares) -> torch.Tensor:
+    """What a kernel of vLLM's makes of a layer's experts."""
+    return kernel.apply(
+        hidden_states=x,
+        w1=layer.w13_weight,
+        w2=layer.w2_weight,
+        topk_weights=shares,
+        topk_ids=ids,
+        activation=layer.activation,
+        global_num_experts=len(layer.w13_weight),
+        expert_map=None,
+        apply_router_weight_on_input=False,
+    )
 
 
 def error(out: torch.Tensor, wanted: torch.Tensor) -> float:

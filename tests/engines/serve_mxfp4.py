@@ -70,17 +70,7 @@ def errors(model, config, sizes: tuple[int, ...] = TOKENS) -> dict[str, object]:
         shares = torch.rand(tokens, 4, device=device)
 
         def product(x=x, ids=ids, shares=shares) -> torch.Tensor:
-            return method.moe_kernel.apply(
-                hidden_states=x,
-                w1=experts.w13_weight,
-                w2=experts.w2_weight,
-                topk_weights=shares,
-                topk_ids=ids,
-                activation=experts.activation,
-                global_num_experts=count,
-                expert_map=None,
-                apply_router_weight_on_input=False,
-            )
+            return reference.of_kernel(method.moe_kernel, experts, x, ids, shares)
 
         with torch.inference_mode(), set_current_vllm_config(config):
             out = product().clone()
