@@ -63,6 +63,9 @@ UNIT_ROWS = 16
 PACKED_ACCUMULATOR_LIMITS = {4: 168, 8: 136}
 """`ACCUMULATOR_LIMIT` by converter warps, for kernels with one row chunk or with a second set of temporaries."""
 
+LARGEST_CLUSTER = 8
+"""Most thread blocks in a cluster that every Hopper GPU launches (CUDA C++ Programming Guide, "Thread Block Clusters")."""
+
 PAIRED_TILES = (112, 144)
 """block_n for 128-row tiles that may process K blocks in pairs. Their main-loop copies, one per scale alignment, stay
 below 64 KB of code; larger kernels launch 3 us slower (docs/performance.md, "Of a launch")."""
@@ -75,10 +78,10 @@ class GemmConfig:
     Attributes:
         block_m, block_n: output tile per thread block, in elements.
         stages: depth of the shared-memory ring. A stage holds one K block each from a and b, and its scales if any.
-        cluster_m, cluster_n: thread blocks per cluster along M and N. Blocks along M share their b tile and blocks
-            along N their a tile, by TMA multicast.
-        split_k: thread blocks per cluster along K. Each multiplies its range of K blocks, then reduces its share of the
-            tile's columns, in K order.
+        cluster_m, cluster_n: thread blocks per cluster along M and N, powers of two. Blocks along M share their b tile
+            and blocks along N their a tile, by TMA multicast.
+        split_k: thread blocks per cluster along K, beside those along M and N. Each multiplies its range of K blocks,
+            then reduces its share of the tile's columns, in K order.
         scale_blocks: K blocks per stage. More than one keeps several short WGMMA chains in flight.
         store_buffers: output boxes per math warpgroup. With fewer than a tile needs, boxes are filled and drained in
             turn.
@@ -157,10 +160,17 @@ class GemmConfig:
             return f"block_n is {self.block_n}; a WGMMA of integers has a multiple of 16 columns, not {self.mma_n}"
         if self.stages < 2:
             return f"stages is {self.stages}; the ring needs at least 2 to overlap loads and math"
-        if (self.cluster_m, self.cluster_n) not in ((1, 1), (2, 1), (1, 2)):
-            return f"cluster is {self.cluster_m}x{self.cluster_n}; supported are 1x1, 2x1 and 1x2"
-        if self.split_k not in (1, 2, 4, 8) or (self.split_k > 1 and self.multicast):
-            return f"split_k is {self.split_k}; supported are 1, 2, 4 and 8, without multicast"
+        if self.cluster_m not in (1, 2, 4) or self.cluster_n not in (1, 2, 4):
+            return f"cluster is {self.cluster_m}x{self.cluster_n}; supported are 1, 2 and 4 along M and N"
+        if self.split_k not in (1, 2, 4, 8):
+            return f"split_k is {self.split_k}; supported are 1, 2, 4 and 8"
+        if self.cluster > LARGEST_CLUSTER:
+            return f"a cluster has {self.cluster} thread blocks; GPUs launch at most {LARGEST_CLUSTER}"
+        if self.block_m % (8 * self.cluster_n) or self.block_n % (8 * self.cluster_m):
+            return (
+                f"cluster is {self.cluster_m}x{self.cluster_n}; thread blocks that share an operand load a multiple of 8 "
+                f"of its rows each, the swizzle's period, and the tile is {self.block_m}x{self.block_n}"
+            )
         if self.block_n % (16 * self.split_k):
             return f"block_n is {self.block_n}; each of {self.split_k} K parts adds up a multiple of 16 columns"
         if self.scale_blocks not in (1, 2, 4) or (self.scale_blocks > 1 and self.chunks > 1):

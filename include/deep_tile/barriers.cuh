@@ -33,7 +33,7 @@ __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& 
 template <GemmConfig config>
 __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>& smem) {
     constexpr int math_warps = config.math_warpgroups * warpgroup_threads / warp_threads;
-    constexpr int peers = config.multicast() ? 1 : 0;
+    constexpr int peers = config.peers();
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.stages; ++stage) {

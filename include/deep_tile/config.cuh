@@ -68,8 +68,10 @@ struct GemmConfig {
     constexpr bool packed_b() const { return b_group > 0; }  // `b` has 4 bits in memory, and 8 where WGMMA reads it
     constexpr bool resident_b() const { return b_stages > 0 && !packed_b(); }
     constexpr bool moves_registers() const { return math_warpgroups == 2 || packed_b(); }  // by setmaxnreg
-    constexpr bool multicast() const { return cluster_m * cluster_n > 1; }
-    constexpr int cluster() const { return cluster_m * cluster_n * split_k; }
+    constexpr int multicast_ctas() const { return cluster_m * cluster_n; }  // a cluster's CTAs of one K part
+    constexpr int cluster() const { return multicast_ctas() * split_k; }
+    constexpr bool multicast() const { return multicast_ctas() > 1; }
+    constexpr int peers() const { return cluster_m + cluster_n - 2; }  // CTAs that share one of a CTA's operands
 
     // True if NVRTC must not see how shared-memory addresses are computed. Carried descriptors fill the uniform
     // registers; in five kernels out of sixteen ptxas then puts 32-bit addresses into ordinary ones, and math warps

@@ -13,9 +13,9 @@
 //
 //   barrier       waited for by         arrivals                                 completes when
 //   full[s]       math warpgroups       1 operand lane + 32 lanes of a scale     stage s holds a, b and their scales
-//                                       warp + TMA bytes (some from the peer)
+//                                       warp + TMA bytes (some from peers)
 //   empty[s]      producer warps        every math thread, and 1 per math warp   no reader needs stage s any more,
-//                                       of the multicast peer                    here or in the peer
+//                                       of each multicast peer                   here or in a peer
 //   column full   math warpgroups       1 operand lane + TMA bytes               a K block of a resident b has landed
 //   column empty  operand warp          every math thread, in a column's last    no reader needs that K block any more
 //                                       tile
@@ -99,7 +99,7 @@ __device__ __forceinline__ void finish_part(const GemmParams& params, SplitReduc
                                             const ShareScaled<config>& scaled, Accumulators<config>& sums, int chunk,
                                             int row, int column, int end, bool last) {
     const bool completes = chunk + 1 == config.chunks_m;
-    if (part == reduction.rank()) {
+    if (part == reduction.part()) {
         const u32 read = reduction.template receive<part>(sums[chunk]);
         if (!(completes && last)) reduction.release(read);
         if (completes) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
         const Tile<config> tile = tiles.next();
         Accumulators<config> sums = {};
         ShareScaled<config> share;
-        share.begin(params, tile.out_row() + first_row, tile.out_column() + reduction.rank() * config.columns_per_part, {});
+        share.begin(params, tile.out_row() + first_row, tile.out_column() + reduction.part() * config.columns_per_part, {});
         if (loop.steps() > 0) {
             Scaled<config> scaled;
             loop.acquire();

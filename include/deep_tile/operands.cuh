@@ -6,7 +6,7 @@
 
 namespace deep_tile {
 
-// TMA boxes for a tile's operands, or for each half of one that two CTAs share. The last tile's boxes hold existing
+// TMA boxes for a tile's operands, or for each part of one that CTAs share. The last tile's boxes hold existing
 // rows only, none beyond the matrix: stale shared memory below them yields only rows and columns that are not stored.
 // Boxes that overhang the matrix make a K block take up to 1.7 times as long: 128x64 took 94 us at 192x7168x16384, 59
 // at 256x7168x16384 (H200, 2026-11-22).
@@ -18,8 +18,8 @@ struct OperandBox {
 // TMA boxes for an MN-major operand, as many as there are rows for. A box covers 128 bytes of rows, or a narrower span,
 // by 64 elements of K. The matrix's last box of `a` has its rows only, a multiple of 8: full boxes with 8 rows inside
 // take up to 1.8 times as long (8x27392x4096, 64x32, H100, 2026-11-26). The last box of `b`, which is rarely cut, is
-// full: out-of-bounds rows become zeros. If two CTAs share the operand, each loads half of a box's K: `rows` is then
-// half of the boxes' rows.
+// full: out-of-bounds rows become zeros. CTAs that share the operand load a part of a box's K each: `rows` is then the
+// boxes' rows over the number of sharers.
 template <int tile_rows, int unit, int sharers>
 __device__ __forceinline__ OperandBox span_boxes(const TensorMap& map, int left) {
     return {&map, min(ceil_div(max(left, 0), unit) * unit, tile_rows) / sharers};
@@ -64,15 +64,14 @@ __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<confi
     }
 }
 
-// Loads one tile's operands, in one thread; each scale block has its own box. If two CTAs share an operand, each loads
-// half and multicasts it to both, or, without multicast, loads both halves for itself.
+// Loads one tile's operands, in one thread; each scale block has its own box. CTAs that share an operand load a part
+// each and multicast it to all, or, without multicast, load every part for themselves.
 template <GemmConfig config, bool multicast = config.multicast()>
 class OperandLoader {
    public:
     __device__ __forceinline__ OperandLoader(const GemmParams& params, SharedStorage<config>& smem, Tile<config> tile)
         : params_(params),
           smem_(smem),
-          rank_(multicast ? ptx::cluster_ctarank() : 0),
           tile_(tile),
           a_(a_box<config>(params, tile)),
           b_(b_box<config>(params, tile)) {}
@@ -80,14 +79,15 @@ class OperandLoader {
     // Loads the tile's K block of `b`, after announcing its bytes: the whole stage's if `b` travels with `a`. `step`
     // counts K blocks over the whole K.
     __device__ __forceinline__ void load_b(int stage, int step) const {
-        constexpr bool shared = config.cluster_m > 1;
         const u32 barrier = StoredB<config>::full(smem_, stage, step);
         if constexpr (StoredB<config>::travels_with_a) {
             announce(stage, b_.rows * config.cluster_m);
         } else {
             ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.k_bytes);
         }
-        load<config.b_rows, config.b_span, shared, config.cuts_b()>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
+        const Share share{place_.row(), place_.column_mask()};
+        u8* const slot = smem_.b[StoredB<config>::slot(stage, step)];
+        load<config.b_rows, config.b_span, config.cluster_m, config.cuts_b()>(slot, b_, share, barrier, tile_.b_row(), step);
     }
 
     // Loads the K block of `a`. Scales that TMA copies go first: behind the operands in TMA's queue they gain nothing.
@@ -106,8 +106,9 @@ class OperandLoader {
         if constexpr (config.row_groups()) {
             load_quarters(smem_.a[stage], full(stage), step);
         } else {
-            constexpr bool shared = config.cluster_n > 1;
-            load<config.block_m, config.a_span, shared, true>(smem_.a[stage], a_, full(stage), tile_.a_row(), step);
+            const Share share{place_.column(), place_.row_mask()};
+            load<config.block_m, config.a_span, config.cluster_n, true>(smem_.a[stage], a_, share, full(stage),
+                                                                        tile_.a_row(), step);
         }
     }
 
@@ -119,7 +120,12 @@ class OperandLoader {
     }
 
    private:
-    static constexpr u16 both_blocks = 0b11;
+    // Which part of a shared operand this CTA loads, and the CTAs that receive it.
+    struct Share {
+        int part;
+        u16 receivers;
+    };
+
     static constexpr u32 row_scale_bytes = config.block_m * sizeof(float);
     static constexpr u32 column_scale_bytes = config.block_n * sizeof(float);
 
@@ -152,32 +158,35 @@ class OperandLoader {
         }
     }
 
-    template <int tile_rows, int span, bool shared, bool cut>
-    __device__ __forceinline__ void load(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
+    template <int tile_rows, int span, int sharers, bool cut>
+    __device__ __forceinline__ void load(u8* tile, OperandBox operand, Share share, u32 barrier, int row,
+                                         int step) const {
         if constexpr (span > 0) {
-            load_spans<tile_rows, span, shared, cut>(tile, operand, barrier, row, step);
+            load_spans<tile_rows, span, sharers, cut>(tile, operand, share, barrier, row, step);
         } else {
-            load_rows<tile_rows, shared>(tile, operand, barrier, row, step);
+            load_rows<tile_rows, sharers>(tile, operand, share, barrier, row, step);
         }
     }
 
-    // Loads box by box. Halves of a box are contiguous, since each has its own K. With `cut`, the last box uses the
+    // Loads box by box. Parts of a box are contiguous, since each has its own K. With `cut`, the last box uses the
     // tail map; its K rows have a full box's pitch in shared memory.
-    template <int tile_rows, int span, bool shared, bool cut>
-    __device__ __forceinline__ void load_spans(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
-        constexpr bool multicasts = shared && multicast;
-        constexpr int sharers = shared ? 2 : 1, box_k = span_k / sharers, box_rows = span / sizeof(u16);
+    template <int tile_rows, int span, int sharers, bool cut>
+    __device__ __forceinline__ void load_spans(u8* tile, OperandBox operand, Share share, u32 barrier, int row,
+                                               int step) const {
+        constexpr bool multicasts = sharers > 1 && multicast;
+        constexpr int box_k = span_k / sharers, box_rows = span / sizeof(u16);
 #pragma unroll
         for (int i = 0; i < config.scale_blocks; ++i) {
 #pragma unroll 1
             for (int first = 0; first < operand.rows * sharers; first += box_rows) {
                 const TensorMap& map = operand.map[cut && first + box_rows > operand.rows * sharers];
 #pragma unroll
-                for (int half = 0; half < (multicasts ? 1 : sharers); ++half) {
-                    const int k = (multicasts ? rank_ : half) * box_k;  // within the K block
+                for (int part = 0; part < (multicasts ? 1 : sharers); ++part) {
+                    const int k = (multicasts ? share.part : part) * box_k;  // within the K block
                     const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * k_block_bytes + k * span;
                     const int at = (row + first) * sizeof(u16);  // maps count rows in bytes
-                    request<multicasts>(smem, map, at, map_k(step * config.block_k + i * span_k + k), barrier);
+                    const int from = map_k(step * config.block_k + i * span_k + k);
+                    request<multicasts>(smem, map, at, from, barrier, share.receivers);
                 }
             }
         }
@@ -191,38 +200,35 @@ class OperandLoader {
     }
 
     template <bool multicasts>
-    static __device__ __forceinline__ void request(u32 smem, const TensorMap& map, int inner, int outer, u32 barrier) {
+    static __device__ __forceinline__ void request(u32 smem, const TensorMap& map, int inner, int outer, u32 barrier,
+                                                   u16 receivers) {
         if constexpr (multicasts) {
-            ptx::cp_async_bulk_tensor_load_multicast(smem, map, inner, outer, barrier, both_blocks);
+            ptx::cp_async_bulk_tensor_load_multicast(smem, map, inner, outer, barrier, receivers);
         } else {
             ptx::cp_async_bulk_tensor_load(smem, map, inner, outer, barrier);
         }
     }
 
-    template <int tile_rows, bool shared>
-    __device__ __forceinline__ void load_rows(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
+    template <int tile_rows, int sharers>
+    __device__ __forceinline__ void load_rows(u8* tile, OperandBox operand, Share share, u32 barrier, int row,
+                                              int step) const {
+        constexpr bool multicasts = sharers > 1 && multicast;
         if (config.multicast() && operand.rows == 0) return;
-        const int first = shared ? rank_ * operand.rows : 0;
 #pragma unroll
         for (int i = 0; i < config.scale_blocks; ++i) {
-            const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * k_block_bytes;
+            const u32 smem = ptx::smem_address(tile) + i * tile_rows * k_block_bytes;
             const int k = step * config.k_bytes + i * k_block_bytes;  // maps count K in bytes
-            if constexpr (shared && multicast) {
-                ptx::cp_async_bulk_tensor_load_multicast(smem, *operand.map, k, row + first, barrier, both_blocks);
-            } else {
-                constexpr int boxes = shared ? 2 : 1;
 #pragma unroll
-                for (int box = 0; box < boxes; ++box) {
-                    const int rows = box * operand.rows;
-                    ptx::cp_async_bulk_tensor_load(smem + rows * k_block_bytes, *operand.map, k, row + rows, barrier);
-                }
+            for (int part = 0; part < (multicasts ? 1 : sharers); ++part) {
+                const int first = (multicasts ? share.part : part) * operand.rows;
+                request<multicasts>(smem + first * k_block_bytes, *operand.map, k, row + first, barrier, share.receivers);
             }
         }
     }
 
     const GemmParams& params_;
     SharedStorage<config>& smem_;
-    const int rank_;
+    const ClusterPlace<config> place_;
     const Tile<config> tile_;
     const ABoxes<config> a_;
     const OperandBox b_;
@@ -234,7 +240,7 @@ class OperandLoader {
 // Five stages at most: with 6 to 15 the first one arrives later, 0.5 to 1 % at m <= 512 (H200, 2026-11-21). Two or
 // three would arrive before the others are requested, and the tensor cores would wait.
 //
-// Multicast would have to wait for the peer's mbarriers: clusters gain 0.3 to 1 % without it here, 0.1 to 0.4 us per
+// Multicast would have to wait for the peers' mbarriers: clusters gain 0.3 to 1 % without it here, 0.1 to 0.4 us per
 // launch (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
@@ -266,7 +272,7 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     return stages;
 }
 
-// Runs the operand warp; `requested` stages are in flight. A CTA may not exit before its peer is done with its
+// Runs the operand warp; `requested` stages are in flight. A CTA may not exit before its peers are done with its
 // multicasts: the extra round of empty waits at the end ensures that.
 template <GemmConfig config>
 __device__ __forceinline__ void produce_operands(const GemmParams& params, SharedStorage<config>& smem, int requested) {

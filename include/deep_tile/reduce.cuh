@@ -1,6 +1,6 @@
-// Split K: a cluster's CTAs hold partial sums for the same tile; each reduces its share of the columns.
+// Split K: the K parts' CTAs hold partial sums for the same tile; each reduces its share of the columns.
 //
-// CTA r pushes the other CTAs' shares from registers into their shared memory (distributed shared memory, no
+// A CTA pushes the other CTAs' shares from registers into their shared memory (distributed shared memory, no
 // workspace), then adds the received sums to its own in the order of the K parts, so that the result does not depend on
 // timing. Each math warpgroup exchanges with its counterparts only, one chunk of 64 rows at a time: with buffers for two
 // chunks 256x128 would have two stages, not three, beside a packed `b`. Integer sums are added as integers.
@@ -21,7 +21,7 @@ class SplitReduction {
         : smem_(smem),
           warpgroup_(warpgroup),
           thread_(threadIdx.x % warpgroup_threads),
-          rank_(uniform_cluster_rank()) {}
+          part_(uniform_cluster_rank() / config.multicast_ctas()) {}
 
     // Pushes the other CTAs' columns of one chunk's rows.
     __device__ __forceinline__ void send(const ChunkSums<config>& sums) {
@@ -32,7 +32,7 @@ class SplitReduction {
         }
 #pragma unroll
         for (int part = 0; part < config.split_k; ++part) {
-            if (part != rank_) push(sums, part);
+            if (part != part_) push(sums, part);
         }
     }
 
@@ -75,11 +75,11 @@ class SplitReduction {
     __device__ __forceinline__ void release(u32 read) const {
         const int lane = thread_ % warp_threads;
         const u32 zero = __reduce_or_sync(0xffffffff, read) & ptx::opaque_zero();
-        const u32 barrier = ptx::mapa(ptx::smem_address(&smem_.partial_empty[warpgroup_]), lane % config.split_k);
-        ptx::mbarrier_arrive_cluster(barrier + zero, lane < config.split_k && lane != rank_);
+        const u32 barrier = ptx::mapa(ptx::smem_address(&smem_.partial_empty[warpgroup_]), cta(lane % config.split_k));
+        ptx::mbarrier_arrive_cluster(barrier + zero, lane < config.split_k && lane != part_);
     }
 
-    __device__ __forceinline__ int rank() const { return rank_; }
+    __device__ __forceinline__ int part() const { return part_; }
 
    private:
     static constexpr int vectors = Partials<config>::vectors;
@@ -92,9 +92,14 @@ class SplitReduction {
         return smem_.partial[warpgroup_][sender < receiver ? sender : sender - 1][i][thread_];
     }
 
+    // Rank of the CTA that multiplies a K part of this CTA's tile.
+    static __device__ __forceinline__ u32 cta(int part) {
+        return part * config.multicast_ctas() + ptx::cluster_ctarank() % config.multicast_ctas();
+    }
+
     __device__ __forceinline__ void push(const ChunkSums<config>& sums, int part) const {
-        const u32 barrier = ptx::mapa(ptx::smem_address(&smem_.partial_full[warpgroup_]), part);
-        const u32 first = ptx::mapa(ptx::smem_address(slot(rank_, part, 0)), part);
+        const u32 barrier = ptx::mapa(ptx::smem_address(&smem_.partial_full[warpgroup_]), cta(part));
+        const u32 first = ptx::mapa(ptx::smem_address(slot(part_, part, 0)), cta(part));
 #pragma unroll
         for (int i = 0; i < vectors; ++i) {
             ptx::st_async(first + i * warpgroup_threads * 16, &sums[0][0] + vector(part, i), barrier);
@@ -102,7 +107,7 @@ class SplitReduction {
     }
 
     SharedStorage<config>& smem_;
-    const int warpgroup_, thread_, rank_;
+    const int warpgroup_, thread_, part_;
     u32 phase_ = 0;
 };
 

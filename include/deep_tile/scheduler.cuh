@@ -51,7 +51,7 @@ template <GemmConfig config>
 __device__ __forceinline__ KRange k_range(const GemmParams& params) {
     const int stages = ceil_div(params.k, config.block_k);
     if constexpr (config.split_k == 1) return {0, stages};
-    const int part = uniform_cluster_rank();
+    const int part = uniform_cluster_rank() / config.multicast_ctas();
     return {stages * part / config.split_k, stages * (part + 1) / config.split_k};
 }
 

@@ -7,14 +7,16 @@
 
 namespace deep_tile {
 
-// Releases stages to their producers: this CTA's producer warps, and the CTA that shares operands. Every lane arrives
-// locally, one lane per warp in the peer: racecheck follows an mbarrier's arrivals but not __syncwarp, and this costs
+// Releases stages to their producers: this CTA's producer warps, and the CTAs that share operands. Every lane arrives
+// locally, one lane per warp in each peer: racecheck follows an mbarrier's arrivals but not __syncwarp, and this costs
 // nothing (H200, 2026-11-21).
 template <GemmConfig config>
 class Releaser {
    public:
     __device__ __forceinline__ explicit Releaser(SharedStorage<config>& smem) : empty_(ptx::smem_address(smem.empty)) {
-        if constexpr (config.multicast()) peer_empty_ = ptx::mapa(empty_, ptx::cluster_ctarank() ^ 1);
+        if constexpr (config.multicast()) {
+            peer_empty_ = ptx::mapa(empty_, ClusterPlace<config>().peer(min(lane(), config.peers() - 1)));
+        }
     }
 
     // Releases a stage that the warp has read.
@@ -22,11 +24,13 @@ class Releaser {
         constexpr u32 barrier_bytes = sizeof(u64);
         ptx::mbarrier_arrive(empty_ + stage * barrier_bytes);
         if constexpr (config.multicast()) {
-            ptx::mbarrier_arrive_cluster(peer_empty_ + stage * barrier_bytes, threadIdx.x % warp_threads == 0);
+            ptx::mbarrier_arrive_cluster(peer_empty_ + stage * barrier_bytes, lane() < config.peers());
         }
     }
 
    private:
+    static __device__ __forceinline__ int lane() { return threadIdx.x % warp_threads; }
+
     const u32 empty_;
     u32 peer_empty_;
 };
