@@ -64,7 +64,7 @@ PACKED_ACCUMULATOR_LIMITS = {4: 168, 8: 136}
 """`ACCUMULATOR_LIMIT` by converter warps, for kernels with one row chunk or with a second set of temporaries."""
 
 LARGEST_CLUSTER = 8
-"""Most thread blocks in a cluster that every Hopper GPU launches (CUDA C++ Programming Guide, "Thread Block Clusters")."""
+"""Most thread blocks in a cluster that every GPU launches (CUDA C++ Programming Guide, "Thread Block Clusters")."""
 
 PAIRED_TILES = (112, 144)
 """block_n for 128-row tiles that may process K blocks in pairs. Their main-loop copies, one per scale alignment, stay
@@ -168,8 +168,8 @@ class GemmConfig:
             return f"a cluster has {self.cluster} thread blocks; GPUs launch at most {LARGEST_CLUSTER}"
         if self.block_m % (8 * self.cluster_n) or self.block_n % (8 * self.cluster_m):
             return (
-                f"cluster is {self.cluster_m}x{self.cluster_n}; thread blocks that share an operand load a multiple of 8 "
-                f"of its rows each, the swizzle's period, and the tile is {self.block_m}x{self.block_n}"
+                f"cluster is {self.cluster_m}x{self.cluster_n} and the tile {self.block_m}x{self.block_n}; thread blocks "
+                "that share an operand each load a multiple of 8 of its rows, the swizzle's period"
             )
         if self.block_n % (16 * self.split_k):
             return f"block_n is {self.block_n}; each of {self.split_k} K parts adds up a multiple of 16 columns"
