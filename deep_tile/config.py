@@ -168,8 +168,8 @@ class GemmConfig:
             return f"a cluster has {self.cluster} thread blocks; GPUs launch at most {LARGEST_CLUSTER}"
         if self.block_m % (8 * self.cluster_n) or self.block_n % (8 * self.cluster_m):
             return (
-                f"cluster is {self.cluster_m}x{self.cluster_n} and the tile {self.block_m}x{self.block_n}; thread blocks "
-                "that share an operand each load a multiple of 8 of its rows, the swizzle's period"
+                f"cluster is {self.cluster_m}x{self.cluster_n} and the tile {self.block_m}x{self.block_n}; blocks that "
+                "share an operand each load a multiple of 8 of its rows, the swizzle's period"
             )
         if self.block_n % (16 * self.split_k):
             return f"block_n is {self.block_n}; each of {self.split_k} K parts adds up a multiple of 16 columns"
