@@ -145,6 +145,13 @@ class Launch:
         begin, end = self.ranges[group]
         return end > begin or (self.config.by_k and not self.config.accumulate)
 
+    def loaded_row(self, row: int, rows: int, tile_rows: int) -> int:
+        """The first row of an operand that a tile loads: in a grid of blocks, of one beyond the matrix the last tile's,
+        which nobody reads. A block to which a peer sends nothing could release a stage to it before others have
+        released it a round earlier."""
+        is_grid = self.config.cluster_m > 1 and self.config.cluster_n > 1
+        return min(row, (rows - 1) // tile_rows * tile_rows) if is_grid else row
+
     def quarter_boxes(self, tile: Tile) -> range:
         """First rows of the boxes that bring `a` of a group's tile, one from the next as far as each has rows: of all
         rows, or of each quarter in which there are any."""
@@ -202,7 +209,8 @@ def place(launch: Launch, rank: int, position: int, rows: int, columns: int) -> 
 def first_cluster_tile(launch: Launch, cluster: int) -> int:
     """Split K numbers clusters by GPC where there are few rows."""
     gpcs, few_rows = 8, 4
-    if launch.config.split_k == 1 or ceil_div(launch.m, launch.config.block_m) > few_rows:
+    config = launch.config
+    if config.split_k == 1 or ceil_div(launch.m, config.block_m * config.cluster_m) > few_rows:
         return cluster
     gpc = cluster % gpcs
     return gpc * (launch.clusters // gpcs) + min(gpc, launch.clusters % gpcs) + cluster // gpcs
@@ -259,12 +267,12 @@ class Block:
     def __init__(self, launch: Launch, cluster: int, rank: int):
         self.launch, self.config, self.cluster, self.rank = launch, launch.config, cluster, rank
         stages = ceil_div(launch.k, self.config.block_k)
-        part = rank if self.config.split_k > 1 else 0
-        self.part = range(stages * part // self.config.split_k, stages * (part + 1) // self.config.split_k)
+        self.part, self.within_part = divmod(rank, self.config.cluster_m * self.config.cluster_n)
+        self.k_range = range(stages * self.part // self.config.split_k, stages * (self.part + 1) // self.config.split_k)
 
     def steps(self, tile: Tile) -> range:
         """K blocks that the block multiplies for a tile: its part of them."""
-        return self.launch.steps(tile) if self.config.by_k else self.part
+        return self.launch.steps(tile) if self.config.by_k else self.k_range
 
     @cached_property
     def tiles(self) -> list[Tile]:
@@ -278,7 +286,7 @@ class Block:
     def stored_columns(self, tile: Tile) -> tuple[int, int]:
         """The first that the block stores of a tile, and how many."""
         if self.config.split_k > 1:
-            return tile.n + self.rank * self.config.columns_per_part, self.config.columns_per_part
+            return tile.n + self.part * self.config.columns_per_part, self.config.columns_per_part
         return tile.n, self.config.block_n
 
     # Names of barriers and buffers.
@@ -286,8 +294,31 @@ class Block:
     def own(self, what: str, *indices: int) -> Name:
         return (self.rank, what, *indices)
 
-    def others(self) -> list[int]:
-        return [rank for rank in range(self.config.cluster) if rank != self.rank]
+    # ClusterPlace: the cluster's other blocks. Ranks count down the columns, one K part after the other.
+
+    @property
+    def column(self) -> list[int]:
+        """The blocks that share its `b`, itself among them, from the first row on."""
+        first = self.rank - self.within_part % self.config.cluster_m
+        return [first + row for row in range(self.config.cluster_m)]
+
+    @property
+    def row(self) -> list[int]:
+        """The blocks that share its `a`, itself among them, from the first column on."""
+        first = self.rank - self.within_part // self.config.cluster_m * self.config.cluster_m
+        return [first + column * self.config.cluster_m for column in range(self.config.cluster_n)]
+
+    @property
+    def peers(self) -> list[int]:
+        """The others that share an operand with it."""
+        return [rank for rank in (*self.column, *self.row) if rank != self.rank]
+
+    @property
+    def other_parts(self) -> dict[int, int]:
+        """The blocks that multiply its tile's other K parts, by part."""
+        ctas = self.config.cluster_m * self.config.cluster_n
+        parts = {part: part * ctas + self.within_part for part in range(self.config.split_k)}
+        return {part: rank for part, rank in parts.items() if part != self.part}
 
     def buffers(self) -> dict[Name, int]:
         """SharedStorage, in rows: of 128 bytes in `a` and `b`; the scales of one row or column; a thread's sums; a unit
@@ -391,7 +422,7 @@ class OperandsWarp:
             yield Reach(self.block.own("all"), WARP, self.config.threads)
 
     def request_first_stages(self) -> Program:
-        """Request the first stages without multicast, since the peer may not have made its barriers yet. Returns how
+        """Request the first stages without multicast, since peers may not have made their barriers yet. Returns how
         many."""
         if not self.block.tiles:
             return 0
@@ -424,22 +455,24 @@ class OperandsWarp:
             yield from self.drain(position)
 
     def drain(self, position: int) -> Program:
-        """Wait, before a block exits, until its peer has used what it multicasts."""
+        """Wait, before a block exits, until its peers have used what it multicasts."""
         for last in range(position, position + self.config.stages):
             stage, turn = last % self.config.stages, last // self.config.stages
             yield Wait(self.block.own("empty", stage), turn - 1)
 
     def a_rows(self, tile: Tile) -> int:
         """The rows of a box of `a`."""
-        if self.config.cluster_m > 1 and tile.m >= self.launch.m:
+        m = self.launch.loaded_row(tile.m, self.launch.m, self.config.block_m)
+        if self.config.cluster_m > 1 and m >= self.launch.m:
             return 0
-        last = tile.m + self.config.block_m > self.launch.m
+        last = m + self.config.block_m > self.launch.m
         return self.launch.a_tail_rows if last else self.config.block_m // self.config.cluster_n
 
     def b_rows(self, tile: Tile) -> int:
-        if self.config.cluster_n > 1 and tile.n >= self.launch.n:
+        n = self.launch.loaded_row(tile.n, self.launch.n, self.config.block_n)
+        if self.config.cluster_n > 1 and n >= self.launch.n:
             return 0
-        last = tile.n + self.config.block_n > self.launch.n
+        last = n + self.config.block_n > self.launch.n
         return self.launch.b_tail_rows if last else self.config.block_n // self.config.cluster_m
 
     def load_b(self, tile: Tile, stage: int, step: int, multicast: bool) -> Program:
@@ -451,8 +484,8 @@ class OperandsWarp:
         else:
             barrier, slot, announced = "full", stage, self.announced_bytes(tile, rows * self.config.cluster_m)
         yield Arrive(self.block.own(barrier, slot), 1, announced)
-        shared = self.config.cluster_m > 1
-        yield from self.load("b", slot, barrier, rows, held_of_b(self.config, tile, step), shared, multicast)
+        held = held_of_b(self.config, tile, step)
+        yield from self.load("b", slot, barrier, rows, held, self.block.column, multicast)
 
     def load_a(self, tile: Tile, stage: int, step: int, multicast: bool) -> Program:
         if self.config.b_stages:
@@ -467,8 +500,7 @@ class OperandsWarp:
         if self.config.row_groups:
             yield from self.load_quarters(tile, stage, step)
             return
-        shared = self.config.cluster_n > 1
-        yield from self.load("a", stage, "full", self.a_rows(tile), held_of_a(tile, step), shared, multicast)
+        yield from self.load("a", stage, "full", self.a_rows(tile), held_of_a(tile, step), self.block.row, multicast)
 
     def load_quarters(self, tile: Tile, stage: int, step: int) -> Program:
         boxes, full = self.launch.quarter_boxes(tile), self.block.own("full", stage)
@@ -493,20 +525,20 @@ class OperandsWarp:
         return announced + (self.column_scale_bytes if column_scales_in_bulk(self.launch, tile) else 0)
 
     def load(
-        self, what: str, slot: int, barrier: str, rows: int, held: tuple, shared: bool, multicast: bool
+        self, what: str, slot: int, barrier: str, rows: int, held: tuple, sharers: list[int], multicast: bool
     ) -> Program:
-        """A box for each scale block: of a tile that two blocks share, half of it to both, or both halves to this."""
+        """A box for each scale block: of a tile that blocks share, this one's part to all, or every part to this."""
         if self.config.multicast and rows == 0:
             return
         rank = self.block.rank
         tile_rows = self.config.block_m if what == "a" else self.config.block_n
-        if shared and multicast:
-            boxes = [(block, rank) for block in range(2)]
+        if multicast:
+            boxes = [(block, sharers.index(rank)) for block in sharers]
         else:
-            boxes = [(rank, half) for half in range(2 if shared else 1)]
+            boxes = [(rank, part) for part in range(len(sharers))]
         for i in range(self.config.scale_blocks):
-            for block, half in boxes:
-                first = i * tile_rows + half * rows
+            for block, part in boxes:
+                first = i * tile_rows + part * rows
                 region = Region((block, what, slot), first, first + rows, (*held, i))
                 yield Issue("load", writes=(region,), then=Complete((block, barrier, slot), rows * SCALE_BLOCK))
 
@@ -575,7 +607,7 @@ class ScaleWarp:
             step -= len(steps)
 
     def by_runs(self) -> Program:
-        config, steps = self.config, len(self.block.part)
+        config, steps = self.config, len(self.block.k_range)
         run = config.scales_at_once // config.scale_blocks
         warps = min(config.scale_warps, 1 + (config.stages - 1) // run)
         position = step = self.warp * run
@@ -583,7 +615,7 @@ class ScaleWarp:
             while step < steps:
                 for i in range(run):
                     if number > 0 or step + i >= config.scale_warps:
-                        yield from self.write(tile, position + i, self.block.part[step + i])
+                        yield from self.write(tile, position + i, self.block.k_range[step + i])
                 position += warps * run
                 step += warps * run
             step -= steps
@@ -784,7 +816,7 @@ class MathWarps:
         self.position = 0  # of the stage that is acquired next or has been, of all tiles
         self.config, self.tiles = block.config, block.tiles
         self.places = [(tile, step) for tile in block.tiles for step in block.steps(tile)]
-        self.steps = len(block.part)  # of a tile
+        self.steps = len(block.k_range)  # of a tile
 
     def run(self) -> Program:
         if self.warpgroup == 0 and 0 in self.warps:
@@ -797,7 +829,7 @@ class MathWarps:
         config, own = self.config, self.block.own
         math_warps = 4 * config.math_warpgroups
         for stage in range(config.stages):
-            yield Init(own("empty", stage), math_warps * (WARP + config.multicast))
+            yield Init(own("empty", stage), math_warps * (WARP + len(self.block.peers)))
         for stage in range(config.unit_stages):
             yield Init(own("units empty", stage), config.converter_warps * WARP)
         for slot in range(config.b_stages):
@@ -853,7 +885,7 @@ class MathWarps:
 
     def at(self, position: int) -> tuple[Tile, int]:
         """The tile and the K block that are multiplied there; behind the last tile, one that nobody has."""
-        return self.places[position] if position < len(self.places) else (Tile(-1, 0, 0), self.block.part[0])
+        return self.places[position] if position < len(self.places) else (Tile(-1, 0, 0), self.block.k_range[0])
 
     def acquire(self) -> Program:
         """Waits for a stage, and reads its scales, if it has any."""
@@ -880,8 +912,8 @@ class MathWarps:
         tile, step = self.at(position)
         yield Join("scale read")  # the arrive is a release
         yield Arrive(self.block.own("empty", stage), self.threads)
-        if self.config.multicast:
-            yield Arrive((1 - self.block.rank, "empty", stage), len(self.warps))
+        for peer in self.block.peers:
+            yield Arrive((peer, "empty", stage), len(self.warps))
         if self.config.resident_b and tile.ends_column:
             yield Arrive(self.block.own("column empty", step), self.threads)
         if self.config.is_packed:
@@ -1074,7 +1106,7 @@ class MathWarps:
         if self.config.store_warps == 0:
             yield from self.await_stores(0)
 
-    # SplitReduction: sums of the other blocks of a cluster.
+    # SplitReduction: sums of the blocks that multiply the tile's other K parts.
 
     def send(self, exchange: int) -> Program:
         """One chunk of a tile; exchanges are counted over all tiles."""
@@ -1082,32 +1114,33 @@ class MathWarps:
         yield Wait(self.block.own("partial empty", self.warpgroup), exchange - 1)
         if 0 in self.warps:
             yield Arrive(self.block.own("partial full", self.warpgroup), 1, (self.config.split_k - 1) * part_bytes)
-        for part in self.block.others():
-            sums = Region(self.slot(self.block.rank, part), *self.lanes, held_of_sums(exchange, self.block.rank))
-            landed = Complete((part, "partial full", self.warpgroup), part_bytes * len(self.warps) // 4)
+        for part, rank in self.block.other_parts.items():
+            sums = self.sums_of(exchange, self.slot(rank, self.block.part, part), self.block.part)
+            landed = Complete((rank, "partial full", self.warpgroup), part_bytes * len(self.warps) // 4)
             yield Issue("send", writes=(sums,), then=landed)
 
     def receive(self, exchange: int) -> Program:
         """Reads the others' sums, and adds them up, for which the loads must be over: release_sums() relies on it."""
-        rank = self.block.rank
-        senders = self.block.others()
-        sums = tuple(Region(self.slot(sender, rank), *self.lanes, held_of_sums(exchange, sender)) for sender in senders)
-        yield Issue("sum read", reads=sums)
+        own = self.block.part
+        slots = {part: self.slot(self.block.rank, part, own) for part in self.block.other_parts}
+        yield Issue("sum read", reads=tuple(self.sums_of(exchange, slot, part) for part, slot in slots.items()))
         yield Join("sum read")
 
     def release_sums(self) -> Program:
         """The slots may be overwritten. Not after the last exchange: the senders may have exited."""
-        for part in self.block.others():
-            yield Arrive((part, "partial empty", self.warpgroup), len(self.warps))
+        for rank in self.block.other_parts.values():
+            yield Arrive((rank, "partial empty", self.warpgroup), len(self.warps))
 
-    def slot(self, sender: int, receiver: int) -> Name:
-        return (receiver, "partial", self.warpgroup, sender if sender < receiver else sender - 1)
+    def slot(self, rank: int, sender: int, receiver: int) -> Name:
+        """A block's slot of one K part's sums; it multiplies another part itself."""
+        return (rank, "partial", self.warpgroup, sender if sender < receiver else sender - 1)
+
+    def sums_of(self, exchange: int, slot: Name, sender: int) -> Region:
+        """The sums of one K part for one tile of the block that reads them."""
+        held = (f"exchange {exchange}", f"of part {sender}", f"of block {self.block.within_part}")
+        return Region(slot, *self.lanes, held)
 
     @property
     def lanes(self) -> tuple[int, int]:
         """Threads of these warps."""
         return self.warps.start * WARP, self.warps.stop * WARP
-
-
-def held_of_sums(exchange: int, sender: int) -> tuple:
-    return (f"exchange {exchange}", f"of block {sender}")

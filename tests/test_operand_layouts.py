@@ -30,13 +30,14 @@ pytestmark = pytest.mark.about(
 
 ASSEMBLY = {
     r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.2d\.shared::cluster\.global[^"]*\.multicast::cluster"': (
-        "host_request(smem, &map, inner, outer, true);"
+        "host_request(smem, &map, inner, outer, cta_mask);"
     ),
     r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.2d\.shared::cluster\.global': (
-        "host_request(smem, &map, inner, outer, false);"
+        "host_request(smem, &map, inner, outer, 0);"
     ),
     r'asm volatile\("mbarrier\.arrive\.expect_tx': "host_announce(bytes);",
     r'asm\("mov\.u32 %0, %%cluster_ctarank': "rank = host_rank;",
+    r'asm\("mapa\.shared::cluster': "host_map(cta_rank);",
     r"asm(?: volatile)?\(": ";",
 }
 """Replacements of instructions by their prefixes. The last one, for all others, does nothing."""
@@ -59,11 +60,15 @@ inline unsigned host_rank;
 inline void host_write(long long number) {{
     if (threadIdx.x == 0) *trace.numbers++ = number;
 }}
+// By each lane.
+inline void host_map(unsigned rank) {{
+    for (long long number : {{-6LL, (long long)threadIdx.x, (long long)rank}}) *trace.numbers++ = number;
+}}
 inline unsigned long long host_shared(const void* at) {{ return static_cast<const char*>(at) - trace.smem; }}
 inline void host_announce(unsigned bytes) {{ host_write(-1), host_write(bytes); }}
-inline void host_request(unsigned smem, const TensorMap* map, int inner, int outer, bool both) {{
+inline void host_request(unsigned smem, const TensorMap* map, int inner, int outer, unsigned receivers) {{
     host_write(-2), host_write(smem), host_write(reinterpret_cast<const char*>(map) - (const char*)trace.params);
-    host_write(inner), host_write(outer), host_write(both);
+    host_write(inner), host_write(outer), host_write(receivers);
 }}
 template <int count>
 void wgmma(float (&)[count], unsigned long long a, unsigned long long b, int accumulate) {{
@@ -74,7 +79,7 @@ void wgmma(float (&)[count], unsigned long long a, unsigned long long b, int acc
 
 alignas(1024) char storage[232448];
 
-// What a producer requests of one K block of the tile that begins at [m, n], alone or with its peer.
+// What a producer requests of one K block of the tile that begins at [m, n], alone or with its peers.
 template <deep_tile::GemmConfig config, bool alone>
 void request(const GemmParams& params, int m, int n, int stage, int step) {{
     auto& smem = *reinterpret_cast<deep_tile::SharedStorage<config>*>(storage);
@@ -105,7 +110,6 @@ void trace_stage(const GemmParams& params, const int* tile, bool alone, long lon
             host_write(-4);
             multiply<config>(params, stage, warpgroup);
         }}
-        host_write(-5);
     }});
 }}
 """
@@ -128,8 +132,13 @@ TILES = (
     *({"block_m": 128, "block_n": 144, "cluster_n": 2}, {"block_m": 128, "block_n": 160, "cluster_m": 2}),
     *({"block_m": 128, "block_n": 192, "cluster_m": 2}, {"block_m": 128, "block_n": 256, "cluster_n": 2}),
     *({"block_m": 256, "block_n": 128, "cluster_n": 2}, {"block_m": 256, "block_n": 112, "cluster_m": 2}),
+    *({"block_m": 64, "block_n": 96, "cluster_m": 4}, {"block_m": 128, "block_n": 80, "cluster_n": 4}),
+    *({"block_m": 64, "block_n": 48, "cluster_m": 2, "cluster_n": 2, "scale_blocks": 2},),
+    *({"block_m": 128, "block_n": 160, "cluster_m": 4, "cluster_n": 2},),
+    *({"block_m": 128, "block_n": 64, "cluster_m": 2, "cluster_n": 4},),
+    *({"block_m": 128, "block_n": 128, "cluster_m": 2, "cluster_n": 2, "split_k": 2},),
 )
-"""Boxes of `b` of 128, 64 and 32 bytes, alone and shared, with several K blocks each."""
+"""Boxes of `b` of 128, 64 and 32 bytes, alone and shared by two and four, with several K blocks each."""
 
 TRANSPOSED_TILES = [
     {**tile, "transposed": True}
@@ -137,6 +146,8 @@ TRANSPOSED_TILES = [
         *({"block_m": 64, "block_n": 64, "cluster_n": 2}, {"block_m": 64, "block_n": 128, "split_k": 2}),
         *({"block_m": 128, "block_n": 144, "cluster_n": 2}, {"block_m": 128, "block_n": 224, "cluster_m": 2}),
         *({"block_m": 128, "block_n": 256, "cluster_m": 2}, {"block_m": 256, "block_n": 96}),
+        *({"block_m": 256, "block_n": 144, "cluster_m": 2, "cluster_n": 2},),
+        *({"block_m": 128, "block_n": 192, "cluster_n": 2, "split_k": 2},),
     )
 ]
 CONFIGS = [
@@ -173,29 +184,33 @@ def one_thread():
 
 
 class Trace(NamedTuple):
-    """One stage's requests: announced bytes; (smem, map, inner, outer, both) of each request; for each math warpgroup
-    (a, b, accumulate) of its WGMMAs, with 64-bit descriptors."""
+    """One stage's requests: announced bytes; (smem, map, inner, outer, receivers) of each request, with the multicast's
+    mask or 0; for each math warpgroup (a, b, accumulate) of its WGMMAs, with 64-bit descriptors; (lane, block) for each
+    lane of a math warp and the block in which it may give stages back."""
 
     announced: int
     requests: list[tuple[int, ...]]
     products: list[list[tuple[int, ...]]]
+    peers: list[tuple[int, ...]]
 
 
 def trace(library, config, argument, rank, tile, alone) -> Trace:
     numbers = (ctypes.c_longlong * 4096)(*([0] * 4096))
     getattr(library, f"run_{CONFIGS.index(config)}")(argument, rank, (ctypes.c_int * 4)(*tile), alone, numbers)
-    found, values = Trace(0, [], []), iter(numbers)
+    found, values = Trace(0, [], [], []), iter(numbers)
     for what in values:
-        if what == -5:
+        if what == 0:
             return found
         if what == -4:
             found.products.append([])
             continue
-        few = tuple(next(values) for _ in range({-1: 1, -2: 5, -3: 3}[what]))
+        few = tuple(next(values) for _ in range({-1: 1, -2: 5, -3: 3, -6: 2}[what]))
         if what == -1:
             found = found._replace(announced=found.announced + few[0])
         elif what == -2:
             found.requests.append(few)
+        elif what == -6:
+            found.peers.append(few)
         else:
             found.products[-1].append((few[0] % 2**64, few[1] % 2**64, few[2]))
     raise AssertionError("no end")
@@ -282,7 +297,8 @@ def make_operands(config: GemmConfig, m: int, n: int, k: int) -> Given:
 
 
 def multiply_tile(library, config: GemmConfig, given: Given, m: int, n: int, alone: bool) -> list[torch.Tensor]:
-    """Multiply the kernel's tile at [m, n] and those of its cluster's other blocks, which follow it: float64 sums."""
+    """Multiply the kernel's tile at [m, n] and those of its cluster's other blocks, which follow it: float64 sums. Of
+    split K, the last part's blocks do so."""
     k = given.a.shape[1]
     problem = GemmProblem(
         *(given.a.shape[0], given.b.shape[0], k), kind=config.kind, output=config.output, layout=config.layout
@@ -296,6 +312,7 @@ def multiply_tile(library, config: GemmConfig, given: Given, m: int, n: int, alo
     maps = {offset: (name, map_) for offset, name, map_ in plan.tensor_maps(problem, config, layout)}
     spans = dict(zip(config.sides("a", "b"), (config.a_span, config.b_span), strict=True))
     blocks = config.cluster_m * config.cluster_n
+    first = config.cluster - blocks
     sums = [torch.zeros(config.block_m, config.block_n, dtype=torch.float64) for _ in range(blocks)]
     memory = given.memory
     for step in range(ceil_div(k, config.block_k)):
@@ -303,16 +320,46 @@ def multiply_tile(library, config: GemmConfig, given: Given, m: int, n: int, alo
         arrived, traces = [0] * blocks, []
         for rank in range(blocks):
             at = m + rank % config.cluster_m * config.block_m, n + rank // config.cluster_m * config.block_n
-            traces.append(trace(library, config, argument, rank, (*at, stage, step), alone))
-            for smem, offset, inner, outer, both in traces[-1].requests:
+            traces.append(trace(library, config, argument, first + rank, (*at, stage, step), alone))
+            for smem, offset, inner, outer, receivers in traces[-1].requests:
                 name, map_ = maps[offset]
                 assert inner < map_.sizes[0] or not spans[name], "a box without rows"
-                for block in range(blocks) if both else (rank,):
+                for block in blocks_of(receivers >> first) if receivers else (rank,):
                     arrived[block] += copy(smems[block], smem, memory[name], map_, inner, outer)
         assert arrived == [one.announced for one in traces]
+        if config.cluster_m > 1 and config.cluster_n > 1:  # nobody gets ahead of peers for want of something to await
+            assert all({maps[request[1]][0] for request in one.requests} == {"a", "b"} for one in traces)
+        assert [peers_in(config, one) for one in traces] == [sharers(config, first + rank) for rank in range(blocks)]
         for smem, one, total in zip(smems, traces, sums, strict=True):
             add_products(config, smem, one, total)
     return sums
+
+
+def blocks_of(mask: int) -> list[int]:
+    return [block for block in range(mask.bit_length()) if mask >> block & 1]
+
+
+def sharers(config: GemmConfig, rank: int) -> list[int]:
+    """The blocks that share an operand with another one of the same K part: those of its row and of its column."""
+
+    def place(rank: int) -> tuple[int, int, int]:
+        blocks = config.cluster_m * config.cluster_n
+        return rank // blocks, rank % blocks // config.cluster_m, rank % config.cluster_m
+
+    def differences(other: int) -> list[bool]:
+        return [mine != its for mine, its in zip(place(rank), place(other), strict=True)]
+
+    return [
+        other for other in range(config.cluster) if differences(other) in ([False, True, False], [False, False, True])
+    ]
+
+
+def peers_in(config: GemmConfig, one: Trace) -> list[int]:
+    """The blocks in which the first lanes of a math warp give stages back; each warpgroup's do so alike."""
+    peers = config.cluster_m + config.cluster_n - 2
+    found = [block for lane, block in one.peers if lane < peers]
+    assert len(found) == peers * config.math_warpgroups
+    return sorted({*found})
 
 
 def add_products(config: GemmConfig, smem: np.ndarray, one: Trace, sums: torch.Tensor) -> None:

@@ -35,6 +35,7 @@ from machine import (
     Arrive,
     Fault,
     Init,
+    Issue,
     Join,
     Machine,
     Operation,
@@ -46,7 +47,7 @@ from orders import explore, prove, walk
 from protocol import CLUSTER_BARRIER, Block, Launch, together
 from sanitize import CASES, GROUPS, Case
 
-from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, UNIT_ROWS, GemmConfig, round_up
+from deep_tile.config import LARGEST_CLUSTER, PAIRED_TILES, SMEM_LIMIT_BYTES, UNIT_ROWS, GemmConfig, round_up
 from deep_tile.kinds import PACKED
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.defaults import default_configs
@@ -248,6 +249,37 @@ def test_every_order_of_every_default_config(tma_store):
             assert check(launched) > 30, config.name
 
 
+GRIDS = [
+    (cluster_m, cluster_n, split_k)
+    for cluster_m, cluster_n, split_k in product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8))
+    if cluster_m * cluster_n * split_k <= LARGEST_CLUSTER
+]
+"""Blocks of a cluster along M, N and K."""
+
+CLUSTERS = [
+    GemmConfig(*tile, *cluster, store_buffers=1)
+    for cluster, tile in product(GRIDS, ((64, 64, 2), (128, 64, 3), (256, 128, 2)))
+    if cluster[:2] != (1, 1)
+]
+"""Every cluster with multicast: one math warpgroup and two, one chunk and two."""
+
+
+@pytest.mark.parametrize("config", CLUSTERS, ids=lambda config: config.name)
+def test_every_order_of_clusters(config):
+    """Also with tiles beyond the matrix along M, along N and along both, and with whole tiles alone."""
+    for launched in launches(config, warps=1 if config.block_m == 128 else 4):
+        assert check(launched) > 30
+    m, n, k = config.block_m, config.block_n, config.block_k * config.split_k * (config.stages + 2)
+    for rows, columns in product({1, config.cluster_m}, {1, config.cluster_n}):
+        assert check(launch(Case(config, rows * m, columns * n, k, config.cluster))) > 30
+
+
+@pytest.mark.parametrize("config", CLUSTERS[::5], ids=lambda config: config.name)
+def test_orders_at_random_of_clusters(config):
+    machine = next(launches(config, warps=1)).machine(0)
+    assert {walk(machine, seed) for seed in range(3)} == {prove(machine)}
+
+
 @pytest.mark.parametrize("kind", PACKED)
 def test_every_order_of_packed_configs(kind):
     """Warps one by one, and warps that act alike as one."""
@@ -298,8 +330,8 @@ def test_every_order_of_legal_configs():
 
 @cache
 def legal_configs() -> list[GemmConfig]:
-    """All tiles with 2 to 6 stages and as many as fit, with every other choice."""
-    clusters = [((1, 1), split_k) for split_k in (1, 2, 4, 8)] + [((2, 1), 1), ((1, 2), 1)]
+    """All tiles with 2 to 6 stages and as many as fit, with every other choice; in clusters of more than two blocks
+    with multicast, which take long, as few and as many stages, and one output box."""
     options = [
         *({"scale_blocks": scale_blocks} for scale_blocks in (1, 2, 4)),
         *({"b_stages": b_stages} for b_stages in (2, 3, 4, 5, 6, 8)),
@@ -308,9 +340,12 @@ def legal_configs() -> list[GemmConfig]:
         {"grouping": "offs", "scale_blocks": 2},
         GRADIENTS,
     ]
-    grid = product((64, 128, 256), range(16, 257, 16), clusters, options, range(1, 11), (True, False))
+    grid = product((64, 128, 256), range(16, 257, 16), GRIDS, options, range(1, 11), (True, False))
     found = []
-    for block_m, block_n, (cluster, split_k), option, store_buffers, tma_store in grid:
+    for block_m, block_n, (*cluster, split_k), option, store_buffers, tma_store in grid:
+        is_large = cluster != [1, 1] and math.prod(cluster) * split_k > 2
+        if is_large and store_buffers > 1:
+            continue
         choices = {"split_k": split_k, "store_buffers": store_buffers, "tma_store": tma_store, **option}
         if option.get("pairs") and block_n not in PAIRED_TILES:
             continue
@@ -319,7 +354,8 @@ def legal_configs() -> list[GemmConfig]:
         except ValueError:
             continue
         deepest = stages_max(smallest.stage_bytes, smallest.fixed_bytes, SMEM_LIMIT_BYTES)
-        depths = {stages for stages in (2, 3, 4, 5, 6, min(24, deepest)) if stages <= deepest}
+        few = (2,) if is_large else (2, 3, 4, 5, 6)
+        depths = {stages for stages in (*few, min(24, deepest)) if stages <= deepest}
         found += [GemmConfig(block_m, block_n, stages, *cluster, **choices) for stages in depths]
     return found
 
@@ -376,6 +412,47 @@ def without_drain(operations: list[Operation]) -> list[Operation]:
     return operations[: -len(stages)]
 
 
+def multicasting(change: Callable[[list[Operation]], list[Operation]]) -> Callable[[list[Operation]], list[Operation]]:
+    """Change what an operands' warp does when all barriers of its cluster exist."""
+
+    def changed(operations: list[Operation]) -> list[Operation]:
+        place = next(i for i, o in enumerate(operations) if isinstance(o, Wait) and o.barrier == CLUSTER_BARRIER)
+        return [*operations[:place], *change(operations[place:])]
+
+    return changed
+
+
+def is_flight_to(operation: Operation, buffer: str, blocks: Sequence[int]) -> bool:
+    """Whether something begins to be written there, in one of these blocks."""
+    return isinstance(operation, Issue) and any(
+        region.buffer[1] == buffer and region.buffer[0] in blocks for region in operation.writes
+    )
+
+
+def sent_to(buffer: str, right: int, wrong: int) -> Callable[[list[Operation]], list[Operation]]:
+    """Sends what is meant for one block to another one."""
+
+    def name(of_right: tuple) -> tuple:
+        return (wrong, *of_right[1:])
+
+    def change(operation: Operation) -> Operation:
+        if not is_flight_to(operation, buffer, [right]):
+            return operation
+        writes = tuple(region._replace(buffer=name(region.buffer)) for region in operation.writes)
+        return operation._replace(writes=writes, then=operation.then._replace(barrier=name(operation.then.barrier)))
+
+    return lambda operations: [change(operation) for operation in operations]
+
+
+def arriving_at(barrier: str, right: int, wrong: int) -> Callable[[list[Operation]], list[Operation]]:
+    """Arrives in one block instead of another."""
+    meant = (right, barrier)
+    return lambda operations: [
+        o._replace(barrier=(wrong, *o.barrier[1:])) if isinstance(o, Arrive) and o.barrier[:2] == meant else o
+        for o in operations
+    ]
+
+
 def released_before(group: str, barrier: str) -> Callable[[list[Operation]], list[Operation]]:
     """Move each arrival at the barrier before the join that it must follow."""
 
@@ -391,12 +468,19 @@ def released_before(group: str, barrier: str) -> Callable[[list[Operation]], lis
 
 
 class WithoutOverhang(Launch):
-    """A block skips tiles beyond the matrix, though its peer awaits its half of the operand that they share."""
+    """A block skips tiles beyond the matrix, though peers await its part of the operand that they share."""
 
     def block(self, cluster: int, rank: int) -> Block:
         block = super().block(cluster, rank)
         block.tiles = [tile for tile in block.tiles if tile.m < self.m and tile.n < self.n]
         return block
+
+
+class WithoutLoadsBeyond(Launch):
+    """In a grid of blocks, nobody loads for tiles beyond the matrix, so that their blocks await nothing from peers."""
+
+    def loaded_row(self, row: int, rows: int, tile_rows: int) -> int:
+        return row
 
 
 def with_math_warps_of(block: Block, other: Block) -> Block:
@@ -445,6 +529,8 @@ TWO_TILES = Case(GemmConfig(64, 16, 2), 64, 32, 128, 1)
 PAIR = Case(GemmConfig(128, 64, 2), 128, 128, 384, 1)
 MULTICAST = Case(GemmConfig(64, 16, 2, 2, 1), 128, 16, 384, 2)
 ROWS = GemmConfig(64, 16, 2, grouping="offs")
+GRID = Case(GemmConfig(64, 16, 2, 2, 2), 128, 32, 512, 4)
+SPLIT_PAIRS = Case(GemmConfig(64, 32, 2, 2, 1, 2), 128, 64, 512, 4)
 SPLIT = Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 256, 2)
 SPLIT_CHUNKS = Case(GemmConfig(256, 32, 2, split_k=2), 256, 32, 256, 2)
 UNITS = Case(GemmConfig(64, 64, 2, b_stages=2, kind="mxfp4"), 64, 64, 1024, 1)
@@ -494,6 +580,28 @@ FAULTS = {
     ),
     "an odd tile count in clusters, nobody for the overhang": Seeded(
         BYTES, WithoutOverhang(MULTICAST.config, GemmProblem(192, 16, 384, 2))
+    ),
+    "a grid of blocks, nobody loads for tiles beyond the matrix": Seeded(
+        ARRIVALS, WithoutLoadsBeyond(GRID.config, GemmProblem(64, 16, 1024, 4))
+    ),
+    "a peer's arrival left out": Seeded(
+        BYTES,
+        launch(GRID),
+        in_program("block 3 math", without(lambda o: is_at(o, Arrive, "empty") and o.barrier[0] == 1)),
+    ),
+    "b sent to the blocks of a row": Seeded(
+        OVERWRITTEN, launch(GRID), in_program("block 0 operands", multicasting(sent_to("b", 1, 2)))
+    ),
+    "a part of a that nobody loads": Seeded(
+        BYTES,
+        launch(GRID),
+        in_program("block 3 operands", multicasting(without(lambda o: is_flight_to(o, "a", range(4))))),
+    ),
+    "sums sent to another tile's block": Seeded(
+        OVERWRITTEN, launch(SPLIT_PAIRS), in_program("block 0 math", sent_to("partial", 2, 1))
+    ),
+    "sums released to another tile's block": Seeded(
+        ALIASING, launch(SPLIT_PAIRS), in_program("block 0 math", arriving_at("partial empty", 2, 1))
     ),
     "a producer that does not await its peer's barriers": Seeded(
         UNINITIALIZED,
@@ -666,8 +774,8 @@ SYNCHRONIZING_CALLS = {
     "cp_async": 2,
     "cp_async_bulk_commit_group": 2,
     "cp_async_bulk_load": 3,
-    "cp_async_bulk_tensor_load": 3,
-    "cp_async_bulk_tensor_load_multicast": 2,
+    "cp_async_bulk_tensor_load": 2,
+    "cp_async_bulk_tensor_load_multicast": 1,
     "cp_async_bulk_tensor_store": 1,
     "cp_async_bulk_wait_group_read": 2,
     "cp_async_mbarrier_arrive_noinc": 2,
@@ -685,10 +793,10 @@ SYNCHRONIZING_CALLS = {
 }
 """Places in the kernel's headers that call what the model has as an operation.
 
-The model is of FP8 products with scales of blocks, with groups and without. Of tensor loads the second is that of an
-operand of two halves, the third and the second with multicast are those of operands that lie along their rows, and the
-second bulk load is that of a scale for each column: the same arrival announces all of them. The other WGMMAs are those
-of accumulate.cuh, which gives a stage back when all but the latest group have ended, as the model's loops do.
+The model is of FP8 products with scales of blocks, with groups and without. The first tensor load is that of a group's
+rows; the second, with multicast and without, is for operands along k and along their rows. The second bulk load is that
+of a scale for each column: the same arrival announces all of them. The other WGMMAs are those of accumulate.cuh, which
+gives a stage back when all but the latest group have ended, as the model's loops do.
 """
 
 

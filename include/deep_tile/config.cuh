@@ -71,6 +71,7 @@ struct GemmConfig {
     constexpr int multicast_ctas() const { return cluster_m * cluster_n; }  // a cluster's CTAs of one K part
     constexpr int cluster() const { return multicast_ctas() * split_k; }
     constexpr bool multicast() const { return multicast_ctas() > 1; }
+    constexpr bool is_grid() const { return cluster_m > 1 && cluster_n > 1; }
     constexpr int peers() const { return cluster_m + cluster_n - 2; }  // CTAs that share one of a CTA's operands
 
     // True if NVRTC must not see how shared-memory addresses are computed. Carried descriptors fill the uniform

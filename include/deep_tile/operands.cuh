@@ -35,6 +35,25 @@ struct QuarterBoxes {
     __device__ __forceinline__ int rows() const { return is_whole() ? config.block_m : quarter; }
 };
 
+// First row of an operand that a tile loads. A tile beyond the matrix loads nothing, but in a grid of CTAs the last
+// tile's rows: a CTA to which a peer sends nothing could be a round ahead of it, and release a stage to it that others
+// still read.
+template <GemmConfig config, int tile_rows>
+__device__ __forceinline__ int loaded_row(int row, int rows) {
+    if constexpr (!config.is_grid()) return row;
+    return min(row, static_cast<int>(static_cast<u32>(rows - 1) / tile_rows * tile_rows));
+}
+
+template <GemmConfig config>
+__device__ __forceinline__ int loaded_a_row(const GemmParams& params, Tile<config> tile) {
+    return loaded_row<config, config.block_m>(tile.a_row(), params.m);
+}
+
+template <GemmConfig config>
+__device__ __forceinline__ int loaded_b_row(const GemmParams& params, Tile<config> tile) {
+    return loaded_row<config, config.block_n>(tile.b_row(), params.n);
+}
+
 template <GemmConfig config>
 using ABoxes = typename Conditional<config.row_groups(), QuarterBoxes<config>, OperandBox>::type;
 
@@ -44,10 +63,12 @@ __device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<c
         constexpr int quarter = QuarterBoxes<config>::quarter;
         return {min(ceil_div(tile.end - tile.out, quarter) * quarter, config.block_m)};
     } else if constexpr (config.a_span > 0) {
-        return span_boxes<config.block_m, 8, config.cluster_n>(params.a_maps[0], params.m - tile.a_row());
+        const int left = params.m - loaded_a_row<config>(params, tile);
+        return span_boxes<config.block_m, 8, config.cluster_n>(params.a_maps[0], left);
     } else {
-        const bool last = tile.a_row() + config.block_m > params.m;
-        const bool beyond = config.cluster_m > 1 && tile.a_row() >= params.m;
+        const int row = loaded_a_row<config>(params, tile);
+        const bool last = row + config.block_m > params.m;
+        const bool beyond = config.cluster_m > 1 && row >= params.m;
         return {&params.a_maps[last], beyond ? 0 : last ? params.a_tail_rows : config.block_m / config.cluster_n};
     }
 }
@@ -56,10 +77,12 @@ template <GemmConfig config>
 __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<config> tile) {
     if constexpr (config.b_span > 0) {
         constexpr int unit = config.cuts_b() ? 8 : config.b_span / sizeof(u16);
-        return span_boxes<config.b_rows, unit, config.cluster_m>(params.b_maps[0], params.n - tile.b_row());
+        const int left = params.n - loaded_b_row<config>(params, tile);
+        return span_boxes<config.b_rows, unit, config.cluster_m>(params.b_maps[0], left);
     } else {
-        const bool last = tile.out_column() + config.block_n > params.n;
-        const bool beyond = config.cluster_n > 1 && tile.out_column() >= params.n;
+        const int column = config.is_grid() ? loaded_b_row<config>(params, tile) : tile.out_column();
+        const bool last = column + config.block_n > params.n;
+        const bool beyond = config.cluster_n > 1 && column >= params.n;
         return {&params.b_maps[last], beyond ? 0 : last ? params.b_tail_rows : config.block_n / config.cluster_m};
     }
 }
@@ -87,7 +110,8 @@ class OperandLoader {
         }
         const Share share{place_.row(), place_.column_mask()};
         u8* const slot = smem_.b[StoredB<config>::slot(stage, step)];
-        load<config.b_rows, config.b_span, config.cluster_m, config.cuts_b()>(slot, b_, share, barrier, tile_.b_row(), step);
+        load<config.b_rows, config.b_span, config.cluster_m, config.cuts_b()>(slot, b_, share, barrier,
+                                                                              loaded_b_row<config>(params_, tile_), step);
     }
 
     // Loads the K block of `a`. Scales that TMA copies go first: behind the operands in TMA's queue they gain nothing.
@@ -108,7 +132,7 @@ class OperandLoader {
         } else {
             const Share share{place_.column(), place_.row_mask()};
             load<config.block_m, config.a_span, config.cluster_n, true>(smem_.a[stage], a_, share, full(stage),
-                                                                        tile_.a_row(), step);
+                                                                        loaded_a_row<config>(params_, tile_), step);
         }
     }
 
@@ -116,7 +140,8 @@ class OperandLoader {
     __device__ __forceinline__ void prefetch_b(Tile<config> tile, int step) const {
         static_assert(!config.prefetches_b || config.b_span == 0, "b lies along K");
         const OperandBox operand = b_box<config>(params_, tile);
-        if (operand.rows > 0) ptx::cp_async_bulk_prefetch_tensor(*operand.map, step * config.k_bytes, tile.b_row());
+        const int row = loaded_b_row<config>(params_, tile);
+        if (operand.rows > 0) ptx::cp_async_bulk_prefetch_tensor(*operand.map, step * config.k_bytes, row);
     }
 
    private:
