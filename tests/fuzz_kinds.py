@@ -215,8 +215,8 @@ def may_be_refused(config: GemmConfig, text: str) -> bool:
 
 
 def _draw_made(random: Random, kind: str, turn: int, finishes: Iterator[tuple[str, str]]) -> dict[str, Any]:
-    """Config fields that say what a kernel makes. Every fourth adds to `out`."""
-    stored = {"tma_store": random.random() < 0.6}
+    """Config fields that say what a kernel makes. Every fourth adds to `out`, and of five TMA stores three."""
+    stored = {"tma_store": turn % 5 < 3}
     if kind == GRADIENTS:
         made = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs", "accumulate": random.random() < 0.6}
         return made | stored

@@ -24,8 +24,12 @@ from deep_tile.walls import stages_max
 ALIGNMENT = 16
 """Bytes that operands, and an `out` stored by TMA, are aligned to, rows and all."""
 
-SHARINGS = ("alone", "clusters", "split", "resident", "pairs")
+SHARINGS = ("alone", "clusters", "split", "split clusters", "resident", "pairs")
 """How a config's thread blocks share work, or its K blocks are multiplied."""
+
+
+CLUSTERS = ((2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4))
+"""Blocks of a cluster along M and N."""
 
 
 # Configs.
@@ -34,6 +38,7 @@ SHARINGS = ("alone", "clusters", "split", "resident", "pairs")
 def sharing(config: GemmConfig) -> str:
     """The config's entry in SHARINGS."""
     ways = (
+        ("split clusters", config.multicast and config.split_k > 1),
         ("clusters", config.multicast),
         ("split", config.split_k > 1),
         ("resident", config.resident_b),
@@ -63,8 +68,9 @@ def legal_configs() -> Iterator[GemmConfig]:
     """The whole space but for numbers in between: 2, 3 or 4 stages or as many as fit, one output box or several."""
     tiles = product((64, 128, 256), range(16, 257, 16), (1, 2, 4), (True, False))
     ways = (
-        *({"cluster_m": m, "cluster_n": n} for m, n in ((1, 1), (2, 1), (1, 2))),
+        *({"cluster_m": m, "cluster_n": n} for m, n in ((1, 1), *CLUSTERS)),
         *({"split_k": parts} for parts in (2, 4, 8)),
+        *({"cluster_m": m, "cluster_n": n, "split_k": 2} for m, n in ((2, 1), (1, 2))),
         *({"b_stages": blocks} for blocks in range(1, 9)),
         {"pairs": True},
     )
@@ -104,7 +110,8 @@ def draw_config(random: Random, **made: Any) -> GemmConfig:
 
 def _draw_fields(random: Random) -> dict[str, Any]:
     way = random.choice(SHARINGS)
-    cluster_m, cluster_n = random.choice(((2, 1), (1, 2))) if way == "clusters" else (1, 1)
+    splits = way in ("split", "split clusters")
+    cluster_m, cluster_n = random.choice(CLUSTERS) if way.endswith("clusters") else (1, 1)
     tiles = PAIRED_TILES if way == "pairs" else range(16, 257, 16)
     return {
         "block_m": random.choice((64, 128, 256)) if way != "pairs" else 128,
@@ -112,7 +119,7 @@ def _draw_fields(random: Random) -> dict[str, Any]:
         "stages": 2,
         "cluster_m": cluster_m,
         "cluster_n": cluster_n,
-        "split_k": random.choice((2, 4, 8)) if way == "split" else 1,
+        "split_k": random.choice((2, 4, 8)) if splits else 1,
         "scale_blocks": random.choice((1, 1, 2, 4)),
         "store_buffers": random.choice((1, 2, 3, random.randint(1, 10))),
         "tma_store": random.random() < 0.6,

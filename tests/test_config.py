@@ -10,18 +10,19 @@ import pytest
 
 from deep_tile import jit
 from deep_tile.codegen import kernel_source
-from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
+from deep_tile.config import LARGEST_CLUSTER, PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
 from deep_tile.kinds import EVERY_KIND, OUTPUTS
 from deep_tile.select.defaults import default_configs
 
 HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
 
 
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 2))
+
+
 def legal_configs():
     """Every one with at most 24 stages and four output buffers, but for split K, resident `b` and wide stages."""
-    choices = product(
-        (64, 128, 192, 256), range(16, 257, 16), range(2, 25), ((1, 1), (2, 1), (1, 2)), range(1, 5), (True, False)
-    )
+    choices = product((64, 128, 192, 256), range(16, 257, 16), range(2, 25), CLUSTERS, range(1, 5), (True, False))
     for block_m, block_n, stages, cluster, store_buffers, tma_store in choices:
         try:
             yield GemmConfig(block_m, block_n, stages, *cluster, store_buffers=store_buffers, tma_store=tma_store)
@@ -40,8 +41,15 @@ def legal_configs():
         ({"block_n": 272}, "block_n is 272"),
         ({"stages": 1}, "stages is 1; .* at least 2"),
         ({"cluster_m": 0}, "cluster is 0x1"),
-        ({"cluster_m": 2, "cluster_n": 2}, "cluster is 2x2; supported are 1x1, 2x1 and 1x2"),
-        ({"cluster_n": 3}, "cluster is 1x3"),
+        ({"cluster_n": 3}, "cluster is 1x3; supported are 1, 2 and 4 along M and N"),
+        ({"cluster_m": 8}, "cluster is 8x1; supported are 1, 2 and 4 along M and N"),
+        ({"split_k": 3}, "split_k is 3; supported are 1, 2, 4 and 8"),
+        ({"cluster_m": 4, "cluster_n": 4}, "a cluster has 16 thread blocks; GPUs launch at most 8"),
+        ({"cluster_m": 2, "cluster_n": 2, "split_k": 4}, "a cluster has 16 thread blocks; GPUs launch at most 8"),
+        ({"cluster_m": 4, "block_n": 80}, "cluster is 4x1 and the tile 128x80; blocks .* each load a multiple of 8"),
+        ({"cluster_m": 2, "block_n": 64, "split_k": 8}, "a cluster has 16 thread blocks"),
+        ({"block_n": 64, "split_k": 8}, "block_n is 64; each of 8 K parts adds up a multiple of 16 columns"),
+        ({"b_stages": 3, "kind": "mxfp4", "cluster_n": 4}, "kind is 'mxfp4'; .* converted without multicast"),
         ({"store_buffers": 0}, "store_buffers is 0"),
         ({"b_stages": 2, "cluster_m": 2}, "b_stages is 2; b stays without clusters"),
         ({"b_stages": 2, "block_m": 64, "block_n": 64, "scale_blocks": 2}, "with one scale block per stage only"),
@@ -179,6 +187,20 @@ DERIVED = (
 )
 def test_derived_sizes(config, by_hand):
     assert {name: getattr(config, name) for name in DERIVED} == dict(zip(DERIVED, by_hand, strict=True))
+
+
+@pytest.mark.parametrize("cluster_m", [1, 2, 4])
+@pytest.mark.parametrize("cluster_n", [1, 2, 4])
+@pytest.mark.parametrize("split_k", [1, 2, 4, 8])
+def test_clusters_have_at_most_eight_blocks(cluster_m, cluster_n, split_k):
+    if cluster_m * cluster_n * split_k > LARGEST_CLUSTER:
+        with pytest.raises(ValueError, match="GPUs launch at most 8"):
+            GemmConfig(64, 128, 2, cluster_m, cluster_n, split_k)
+        return
+    config = GemmConfig(64, 128, 2, cluster_m, cluster_n, split_k)
+    assert (config.cluster, config.multicast) == (cluster_m * cluster_n * split_k, cluster_m * cluster_n > 1)
+    parts = "" if split_k == 1 else f"_k{split_k}"
+    assert config.name == f"fp8_gemm_64x128x128_s2_c{cluster_m}x{cluster_n}{parts}"
 
 
 def test_two_warpgroups_queue_for_128_columns_alone():

@@ -125,7 +125,7 @@ NUMBERS = {
     "block_m": (0, 32, 64, 128, 192, 256, 512),
     "block_n": (-16, 0, 8, 16, 48, 64, 100, 128, 144, 192, 256, 272),
     **dict.fromkeys(("stages", "store_buffers", "b_stages"), range(-1, 30)),
-    **dict.fromkeys(("cluster_m", "cluster_n"), range(-1, 4)),
+    **dict.fromkeys(("cluster_m", "cluster_n"), range(-1, 9)),
     **dict.fromkeys(("split_k", "scale_blocks"), range(-1, 17)),
     "pairs": (False, True),
 }

@@ -234,6 +234,7 @@ ALONG_K = [
     deepest_config(64, 128, accumulate=True, **GRADIENTS),
     deepest_config(128, 192, cluster_m=2, **GRADIENTS),
     deepest_config(128, 128, cluster_n=2, accumulate=True, **GRADIENTS),
+    deepest_config(64, 64, cluster_m=2, cluster_n=4, **GRADIENTS),
 ]
 
 

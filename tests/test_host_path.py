@@ -224,10 +224,12 @@ for rows in (5, 64, 300):
         ("GemmConfig(128, 192, 3, cluster_m=2)", 300, 208, (44, 8)),
         ("GemmConfig(128, 192, 3, cluster_n=2)", 297, 576, (24, 0)),
         ("GemmConfig(128, 192, 3, cluster_n=2)", 129, 600, (8, 24)),
+        ("GemmConfig(128, 192, 3, cluster_n=4)", 232, 600, (32, 24)),
+        ("GemmConfig(128, 192, 3, cluster_m=2, cluster_n=4)", 129, 600, (8, 16)),
     ],
 )
 def test_the_last_tile_is_fetched_by_the_rows_that_it_has(run_pretending, config, m, n, tails):
-    """Two blocks that share a box fetch half of it each, in multiples of 8 rows."""
+    """Blocks that share a box fetch a part of it each, in multiples of 8 rows."""
     _, launched = run_pretending(f"""
 out = torch.zeros({m}, {n}, dtype=torch.bfloat16)
 fp8_gemm(*make_operands({m}, {n}, 256, seed=1), out, config={config})

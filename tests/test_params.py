@@ -260,9 +260,11 @@ def test_parts_of_k_are_whole_runs():
 
 
 def test_tails_fit_their_boxes():
-    """For every default config the boxes of a last tile hold its rows, and each tile that is not full has one."""
+    """For every default config and cluster the boxes of a last tile hold its rows, and each tile that is not full has
+    one."""
     generator = random.Random(26)
-    for config in (*default_configs(True), *default_configs(False)):
+    grids = [GemmConfig(128, 96, 2, *cluster) for cluster in ((2, 2), (1, 4), (4, 1), (2, 4), (4, 2))]
+    for config in (*default_configs(True), *default_configs(False), *grids):
         for _ in range(20):
             m, n = generator.randint(1, 3000), generator.randint(1, 20_000)
             problem = PROBLEM._replace(m=m, n=n)
@@ -275,8 +277,8 @@ def test_tails_fit_their_boxes():
 
 @pytest.mark.parametrize(("m", "bytes_of_rows"), [(64, 0), (8, 16), (3, 16), (57, 0), (130, 16), (296, 80)])
 def test_the_last_box_of_an_m_major_operand_has_its_rows(m, bytes_of_rows):
-    """In TMA's 16 bytes, and half of K where two blocks share it."""
-    for sharers in (1, 2):
+    """In TMA's 16 bytes, and a part of K where blocks share it."""
+    for sharers in (1, 2, 4):
         config = deepest_config(128, 128, cluster_n=sharers, kind="bf16", layout="tn")
         problem = PROBLEM._replace(m=m, n=200, kind="bf16", layout="tn")
         assert plan.operand_tails(problem, config) == (bytes_of_rows // 2, 0)

@@ -330,8 +330,8 @@ def test_every_order_of_legal_configs():
 
 @cache
 def legal_configs() -> list[GemmConfig]:
-    """All tiles with 2 to 6 stages and as many as fit, with every other choice; in clusters of more than two blocks
-    with multicast, which take long, as few and as many stages, and one output box."""
+    """All tiles with 2 to 6 stages and as many as fit, with every other choice. With multicast in more than two blocks,
+    which takes long, two stages, one output box, and multiples of 64 columns."""
     options = [
         *({"scale_blocks": scale_blocks} for scale_blocks in (1, 2, 4)),
         *({"b_stages": b_stages} for b_stages in (2, 3, 4, 5, 6, 8)),
@@ -344,7 +344,7 @@ def legal_configs() -> list[GemmConfig]:
     found = []
     for block_m, block_n, (*cluster, split_k), option, store_buffers, tma_store in grid:
         is_large = cluster != [1, 1] and math.prod(cluster) * split_k > 2
-        if is_large and store_buffers > 1:
+        if is_large and (store_buffers > 1 or block_n % 64):
             continue
         choices = {"split_k": split_k, "store_buffers": store_buffers, "tma_store": tma_store, **option}
         if option.get("pairs") and block_n not in PAIRED_TILES:
@@ -354,8 +354,7 @@ def legal_configs() -> list[GemmConfig]:
         except ValueError:
             continue
         deepest = stages_max(smallest.stage_bytes, smallest.fixed_bytes, SMEM_LIMIT_BYTES)
-        few = (2,) if is_large else (2, 3, 4, 5, 6)
-        depths = {stages for stages in (*few, min(24, deepest)) if stages <= deepest}
+        depths = {2} if is_large else {stages for stages in (2, 3, 4, 5, 6, min(24, deepest)) if stages <= deepest}
         found += [GemmConfig(block_m, block_n, stages, *cluster, **choices) for stages in depths]
     return found
 

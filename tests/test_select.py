@@ -133,7 +133,7 @@ def test_raster_groups_by_tile_and_size_of_b(tile, b_stays, b_leaves):
     assert raster_rows(config, GemmProblem(4096, 7168, 4096)) == b_leaves
 
 
-@given(st.integers(1, 1 << 16), st.sampled_from([1, 2]), st.sampled_from([4, 8, 16]), st.integers(0, (1 << 27) - 1))
+@given(st.integers(1, 1 << 16), st.sampled_from([1, 2, 4]), st.sampled_from([4, 8, 16]), st.integers(0, (1 << 27) - 1))
 def test_reciprocal_divides_any_position(m, cluster_m, group_rows, position):
     rows = ceil_div(m, 64 * cluster_m)
     last_rows = rows - (rows - 1) // (group_rows // cluster_m) * (group_rows // cluster_m)
@@ -146,6 +146,7 @@ def test_large_clusters_leave_sms_idle():
     pairs, fours, eights = (GemmConfig(64, 128, 4, split_k=parts) for parts in (2, 4, 8))
     assert [cluster_slots(config, 132) for config in (pairs, fours, eights)] == [66, 30, 15]
     assert cluster_slots(fours, 4) == 1
+    assert [cluster_slots(GemmConfig(64, 128, 4, 2, 2, parts), 132) for parts in (1, 2)] == [30, 15]
 
 
 def test_blocks_of_the_longest_part():

@@ -20,6 +20,8 @@ FAMILIES = (
     GemmConfig(64, 32, 4, scale_blocks=2),
     GemmConfig(64, 64, 4, split_k=4),
     GemmConfig(128, 64, 4, cluster_m=2),
+    GemmConfig(128, 128, 4, cluster_m=2, cluster_n=2),
+    GemmConfig(64, 64, 4, cluster_n=2, split_k=2),
     GemmConfig(128, 128, 4),
     GemmConfig(128, 144, 4, pairs=True, store_buffers=5),
     GemmConfig(128, 192, 3),
