@@ -588,14 +588,17 @@ class _KernelCache:
             self._check_writers(path)
 
     def _check_writers(self, directory: Path) -> None:
+        """Raise PermissionError where others may write to the cache directory, or to one inside and may enter the
+        first: without a umask cuda.core's directories inside are open, and nobody gets there."""
         try:
-            status = directory.stat()
+            status, outer = directory.stat(), self.directory.stat()
         except OSError:
             return
+        is_reached = directory == self.directory or outer.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
         if status.st_uid not in (os.geteuid(), 0):
             seen = f"belongs to user id {status.st_uid}, and this process runs as {os.geteuid()}"
             raise self._refusal(directory, seen)
-        if status.st_mode & stat.S_IWOTH:
+        if status.st_mode & stat.S_IWOTH and is_reached:
             raise self._refusal(directory, "is writable by every user")
 
     def get(self, key: bytes) -> bytes | None:

@@ -4,6 +4,7 @@
 """
 
 import inspect
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -501,6 +502,7 @@ def test_not_loaded_kernels_are_told_by_the_call():
     error = launches.NotLoaded("kernel", "fp8_gemm", ", or deep_tile.precompile,").of("fp8_linear")
     assert str(error).startswith("kernel is not loaded yet")
     assert str(error).endswith("call fp8_linear once with these shapes, or deep_tile.precompile, before the capture")
+    assert str(pickle.loads(pickle.dumps(error)).of("gemm")) == str(error.of("gemm"))  # as from a worker of a pool
 
 
 # ---- functions and their ops
