@@ -262,6 +262,14 @@ def test_broken_file_is_one_warning_and_is_replaced(forgetful, text):
         assert plan.config_for(PROBLEM) == config
 
 
+def test_a_file_that_users_share_can_be_read_by_them(monkeypatch, tmp_path, forgetful):
+    monkeypatch.setenv("DEEP_TILE_TUNED", str(tmp_path / "shared.json"))
+    forgetful()
+    path = tuned.store(GPU, 132, {KEY: tuned.Choice(another_config(), 2.0)})
+    (tmp_path / "by umask").touch()
+    assert path.stat().st_mode == (tmp_path / "by umask").stat().st_mode
+
+
 def test_a_full_disk_leaves_the_old_file_and_nothing_else():
     """A limit of bytes per file fails a write as late as a full disk does."""
     choice = tuned.Choice(another_config(), 1.0)
