@@ -442,7 +442,7 @@ def _loaded_nvrtc_version() -> str:
         _load_wheels_nvrtc()
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise _missing_compiler() from error
+        raise _missing_compiler(error) from error
     return f"{major}.{minor}"
 
 
@@ -451,14 +451,18 @@ def _compiler() -> tuple[type, type]:
         with import_lock:
             from cuda.core import Program, ProgramOptions
     except ImportError as error:
-        raise _missing_compiler() from error
+        raise _missing_compiler(error) from error
     return Program, ProgramOptions
 
 
-def _missing_compiler() -> RuntimeError:
+def _missing_compiler(error: Exception) -> RuntimeError:
+    seen, remedy = "and the library or its Python binding is missing", ""
+    if isinstance(error, ImportError) and not isinstance(error, ModuleNotFoundError):
+        seen = f"whose Python binding cannot be imported: {error}"  # as after a Ctrl-C amid the import
+        remedy = "start another process, since none can repeat an import that was interrupted; or "
     return RuntimeError(
-        "deep_tile compiles its kernels with NVRTC, and the library or its Python binding is missing. "
-        'Remedy: pip install "deep_tile[cu13]" (with a PyTorch for CUDA 12: "deep_tile[cu12]")'
+        f"deep_tile compiles its kernels with NVRTC, {seen}. "
+        f'Remedy: {remedy}pip install "deep_tile[cu13]" (with a PyTorch for CUDA 12: "deep_tile[cu12]")'
     )
 
 
@@ -657,7 +661,7 @@ class _KernelCache:
             try:
                 self._files.clear()
             except ImportError as error:
-                raise _missing_compiler() from error
+                raise _missing_compiler(error) from error
 
     @property
     def _files(self) -> FileStreamProgramCache:

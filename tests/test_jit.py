@@ -251,6 +251,13 @@ def test_missing_cuda_core_names_the_remedy(directory, monkeypatch):
         load()
 
 
+def test_an_interrupted_import_is_told_as_such(directory, monkeypatch):
+    """As Ctrl-C leaves it: modules of Cython are imported once in a process."""
+    monkeypatch.delattr("cuda.core.Program")
+    with pytest.raises(RuntimeError, match=r"cannot import name 'Program'.* start another process"), compiles(0):
+        load()
+
+
 def test_nvrtc_version_is_that_of_the_library():
     assert jit.nvrtc_version().split(".")[:2] == jit._loaded_nvrtc_version().split(".")
 
