@@ -76,7 +76,7 @@ def layer(x: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tens
 
 
 def cast_and_product(x: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-    """Ops alone: inductor, which takes a C++ compiler ten seconds for anything else on a CPU, has nothing to compile."""
+    """Ops alone: on a CPU inductor has a C++ compiler work for ten seconds on anything else."""
     a, a_scale = per_token_cast_to_fp8(x, scale_layout="m_aligned", round_scale="pow2")
     return fp8_gemm(a, a_scale, b, b_scale, batch_invariant=True)
 

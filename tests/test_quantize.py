@@ -157,7 +157,8 @@ def test_dequantize_widens_scales_exactly(dtype):
     assert torch.equal(dequantize(x, scale).nan_to_num(7), (x.double() * scale.double()).float().nan_to_num(7))
 
 
-COMPILED = kernels.all_kernels()[:: changes.share_of(*changes.OF_KERNELS, "deep_tile/cast.py")]
+OF_CASTS = (*changes.OF_KERNELS, "deep_tile/cast.py", "tests/test_quantize.py")
+COMPILED = kernels.all_kernels()[:: changes.share_of(*OF_CASTS)]
 EACH_KERNEL = pytest.mark.parametrize("kernel", COMPILED, ids=lambda kernel: kernel.name)
 
 
