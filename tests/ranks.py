@@ -649,4 +649,3 @@ def _run_experts(x, shares, chosen, weights, dy) -> list[torch.Tensor]:
     out = train.experts(x, chosen, shares, *weights)
     out.backward(dy)
     return [out.detach(), *(each.grad for each in (x, shares, *weights))]
-
