@@ -1,22 +1,16 @@
 """Check thin GEMMs (`thin_gemm`, `prenorm_gemm`) of any size, layout and magnitude, element by element.
 
-    PYTHONPATH=. python tests/fuzz_thin.py --seconds 120 --out thin.json [--seed N] [--first-round R --rounds 1]
-
 A round is a product in FP32 weights, in their terms, in BF16 or of a batch, or one with sums of squares; in parts that
 are given or chosen. Each number must be float64's within what FP32 sums allow, a second call must give the same bits,
 and no byte may change around what is written. A round depends on the seed and its number alone.
-
-Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
 
-import sys
 from math import prod
 from random import Random
 from typing import Any
 
 import campaign
 import torch
-from campaign import fuzz, fuzz_parser
 
 import deep_tile
 
@@ -129,11 +123,3 @@ class Fuzzer(campaign.Fuzzer):
 
     def counts(self) -> dict[str, Any]:
         return {"products": 2 * self.calls.total(), "kinds": dict(sorted(self.calls.items()))}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return fuzz(Fuzzer, "fuzz of thin products", fuzz_parser(__doc__), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
