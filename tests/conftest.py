@@ -14,6 +14,7 @@ from helpers import SEEDS
 from pretending import fake_driver, run_pretending  # noqa: F401
 
 from deep_tile import both, experts, gated, jit, norms, quantize, settings, transposed
+from deep_tile.compat import deep_gemm, process
 from deep_tile.tools import cli
 
 HOPPER = (9, 0)
@@ -132,6 +133,13 @@ def kernel_cache(run_folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEEP_TILE_CACHE_DIR", str(folder))
         yield
+
+
+@pytest.fixture
+def fresh_deep_gemm(monkeypatch):
+    """DeepGEMM's settings of the process, as a new process has them."""
+    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(deep_gemm, "_alignment", 128)
 
 
 @pytest.fixture

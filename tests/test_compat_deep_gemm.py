@@ -12,8 +12,10 @@ from helpers import ACCUMULATION, Exact, GuardedOut, Operands, assert_accurate, 
 from test_compat_names import SERVED
 
 from deep_tile import fp8_wgrad, per_token_cast_to_fp8
-from deep_tile.compat import deep_gemm, indexer, process
+from deep_tile.compat import deep_gemm, indexer
 from deep_tile.reference import MAX_RELATIVE_ERROR
+
+pytestmark = pytest.mark.usefixtures("fresh_deep_gemm")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ABSENT = [
@@ -33,11 +35,6 @@ def installed():
     deep_gemm.install()
     yield importlib.import_module("deep_gemm")
     deep_gemm.uninstall()
-
-
-@pytest.fixture(autouse=True)
-def settings(monkeypatch):
-    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
 
 
 def dense(operands: Operands) -> Operands:
@@ -619,16 +616,3 @@ def test_the_real_one_stays_unless_forced(monkeypatch):
     assert sys.modules["deep_gemm"] is real
     deep_gemm.install(force=True)
     assert sys.modules["deep_gemm"] is not real
-
-
-def test_under_compile():
-    operands = make_operands(5, 128, 256)
-    out, expected = (torch.empty(5, 128, dtype=torch.bfloat16) for _ in range(2))
-
-    def product(a, a_scale, out):
-        deep_gemm.fp8_gemm_nt((a, a_scale), operands[2:], out)
-        return out + 1
-
-    with torch.no_grad():
-        got = torch.compile(product, backend="aot_eager", fullgraph=True)(*operands[:2], out)
-        assert torch.equal(got, product(*operands[:2], expected)) and torch.equal(out, expected)
