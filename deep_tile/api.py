@@ -378,6 +378,8 @@ def precompile(
         known = [name for name, each in EVERY_KIND.items() if product_for(each, grouping, out_dtype, taking=taking)]
         given = ", ".join([f"grouping is {grouping!r}, kind {kind!r}, out_dtype {out_dtype}", *taking])
         raise ValueError(f"{given}: no call takes these together; kinds for the others: {', '.join(known) or 'none'}")
+    if out_dtype is None and operation.out_dtype is not None:  # gradients' differs from their kind's
+        output = _PRECOMPILED[operation.out_dtype]
     device = current_gpu()
     if num_sms is not None or device is not None:
         num_sms = checks.checked_num_sms(

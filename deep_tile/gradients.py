@@ -19,7 +19,8 @@ def once_differentiable(backward: Callable) -> Callable:
     """Decorate an autograd.Function's `backward`, which returns a tuple and may run with gradients enabled.
 
     Under create_graph=True each gradient raises where it is differentiated. torch's decorator of this name lets a
-    gradient be a constant if no incoming one requires a gradient, so that a gradient penalty would train nothing.
+    gradient be a constant if no incoming one requires a gradient, so that a gradient penalty would train nothing; and
+    it leads from a gradient to no incoming one, so that Hessian-vector products would be zero.
     """
 
     @wraps(backward)
@@ -40,6 +41,7 @@ def once_differentiable(backward: Callable) -> Callable:
                 ) from None
             raise
         wanted = [None if x is None else x.detach().requires_grad_() for x in made]
-        return torch._C._functions.DelayedError(_TWICE, len(wanted))(*wanted)
+        refused = torch._C._functions.DelayedError(_TWICE, len(wanted) + len(gradients))(*wanted, *gradients)
+        return refused[: len(wanted)]
 
     return run

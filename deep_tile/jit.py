@@ -442,7 +442,7 @@ def _loaded_nvrtc_version() -> str:
         _load_wheels_nvrtc()
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise _missing_compiler() from error
+        raise _missing_compiler(error) from error
     return f"{major}.{minor}"
 
 
@@ -451,14 +451,18 @@ def _compiler() -> tuple[type, type]:
         with import_lock:
             from cuda.core import Program, ProgramOptions
     except ImportError as error:
-        raise _missing_compiler() from error
+        raise _missing_compiler(error) from error
     return Program, ProgramOptions
 
 
-def _missing_compiler() -> RuntimeError:
+def _missing_compiler(error: Exception) -> RuntimeError:
+    seen, remedy = "and the library or its Python binding is missing", ""
+    if isinstance(error, ImportError) and not isinstance(error, ModuleNotFoundError):
+        seen = f"whose Python binding cannot be imported: {error}"  # as after a Ctrl-C amid the import
+        remedy = "start another process, since none can repeat an import that was interrupted; or "
     return RuntimeError(
-        "deep_tile compiles its kernels with NVRTC, and the library or its Python binding is missing. "
-        'Remedy: pip install "deep_tile[cu13]" (with a PyTorch for CUDA 12: "deep_tile[cu12]")'
+        f"deep_tile compiles its kernels with NVRTC, {seen}. "
+        f'Remedy: {remedy}pip install "deep_tile[cu13]" (with a PyTorch for CUDA 12: "deep_tile[cu12]")'
     )
 
 
@@ -588,14 +592,17 @@ class _KernelCache:
             self._check_writers(path)
 
     def _check_writers(self, directory: Path) -> None:
+        """Raise PermissionError where others may write to the cache directory, or to one inside and may enter the
+        first: without a umask cuda.core's directories inside are open, and nobody gets there."""
         try:
-            status = directory.stat()
+            status, outer = directory.stat(), self.directory.stat()
         except OSError:
             return
+        is_reached = directory == self.directory or outer.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
         if status.st_uid not in (os.geteuid(), 0):
             seen = f"belongs to user id {status.st_uid}, and this process runs as {os.geteuid()}"
             raise self._refusal(directory, seen)
-        if status.st_mode & stat.S_IWOTH:
+        if status.st_mode & stat.S_IWOTH and is_reached:
             raise self._refusal(directory, "is writable by every user")
 
     def get(self, key: bytes) -> bytes | None:
@@ -654,7 +661,7 @@ class _KernelCache:
             try:
                 self._files.clear()
             except ImportError as error:
-                raise _missing_compiler() from error
+                raise _missing_compiler(error) from error
 
     @property
     def _files(self) -> FileStreamProgramCache:

@@ -66,7 +66,11 @@ class NotLoaded(RuntimeError):
             f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; call {call} once with "
             f"these shapes{or_else} before the capture"
         )
-        self._kernel_name, self._or_else = kernel_name, or_else
+        self._kernel_name, self._call, self._or_else = kernel_name, call, or_else
+
+    def __reduce__(self) -> tuple:
+        """Pickles, as `settings.BadVariable` does."""
+        return NotLoaded, (self._kernel_name, self._call, self._or_else)
 
     def of(self, call: str) -> "NotLoaded":
         return NotLoaded(self._kernel_name, call, self._or_else)

@@ -107,7 +107,7 @@ def finished(product: torch.Tensor, bias: torch.Tensor | None, activation: str |
 
 _ACTIVATIONS = {
     "relu": torch.relu,
-    "gelu": F.gelu,
+    "gelu": lambda x: F.gelu(x.clamp(min=-64)),  # the limit is for minus infinity, of which torch makes NaN
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }

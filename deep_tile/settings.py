@@ -16,6 +16,11 @@ class BadVariable(ValueError):
         super().__init__(message)
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple:
+        """Pickles: a pool's worker hands its error to the parent, which would wait for ever for one that it cannot
+        read."""
+        return type(self), (str(self), self.remedy)
+
 
 class Variable(NamedTuple):
     """One row in docs/configuration.md's table; `deep-tile doctor` shows them too."""

@@ -7,7 +7,6 @@ taken back, so a run that finds some writes its report and leaves at once.
 import argparse
 import contextlib
 import faulthandler
-import inspect
 import io
 import json
 import os
@@ -73,14 +72,6 @@ def parser(description: str, seconds: float) -> argparse.ArgumentParser:
     result.add_argument("--until", type=float, help="Unix time at which the run ends, whatever --seconds says")
     result.add_argument("--workers", type=int, help="threads that compile (default: one for each core)")
     result.add_argument("--memory-share", type=float, help="the most of the GPU's that torch takes (default: 1)")
-    return result
-
-
-def fuzz_parser(description: str) -> argparse.ArgumentParser:
-    """The options of a fuzzer, whose module's docstring begins with what it does."""
-    result = parser(description.splitlines()[0], seconds=60)
-    result.add_argument("--first-round", type=int, default=0)
-    result.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
     return result
 
 
@@ -345,19 +336,22 @@ class Fuzzer:
 
     Attributes:
         UNDER_WAY, UNSETTLED, DRAWN: limits and `name` of its `Ledger`.
+        CONFIGS: how many kernels it draws unless --configs says so, of each kind perhaps; 0 if it has no say.
         noise: enqueues kernels in another stream.
         drawn: the round's draw, for findings.
         calls: the calls made, by what they are.
     """
 
-    UNDER_WAY, UNSETTLED, DRAWN = 2, 64, "draw"
+    UNDER_WAY, UNSETTLED, DRAWN, CONFIGS = 2, 64, "draw", 0
     examine: Callable[[Any], dict[str, Any]] | None = None
 
     def __init__(self, arguments: argparse.Namespace, report: "Report"):
         self.arguments, self.report = arguments, report
         self.seed, self.device = arguments.seed, arguments.device
         self.num_sms, self.noise = sms_of(self.device), noise(self.device)
-        limits = {"under_way": self.UNDER_WAY, "unsettled": self.UNSETTLED}
+        limits = {"under_way": 0, "unsettled": 1}
+        if not arguments.serial:
+            limits = {"under_way": self.UNDER_WAY, "unsettled": self.UNSETTLED}
         self.ledger = Ledger(Watch(self.device), report, **limits, name=self.DRAWN, examine=self.examine)
         self.drawn: Any = ""
         self.calls: Counter[str] = Counter()
@@ -492,24 +486,6 @@ def leave(status: int) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
-
-
-def fuzz(
-    fuzzer: type[Fuzzer],
-    name: str,
-    options: argparse.ArgumentParser,
-    arguments: list[str] | None,
-) -> int:
-    """The `main` of a fuzzer, whose report has this name and whose options are `fuzz_parser`'s."""
-    chosen = options.parse_args(arguments)
-    reason = begin(chosen)
-    if reason:
-        print(f"{Path(inspect.getfile(fuzzer)).name}: {reason}", file=sys.stderr)
-        return UNUSABLE
-    report = Report(name, chosen)
-    rounds = fuzzer(chosen, report)
-    run_rounds(rounds, chosen, report)
-    return leave(report.end(**rounds.counts()))
 
 
 def _machine() -> dict[str, Any]:

@@ -22,6 +22,12 @@ OF_FUZZERS = (
 )
 """File patterns for tests of the fuzzers and of the stress run."""
 
+OF_KERNELS = ("include/deep_tile/*", "deep_tile/codegen.py", "deep_tile/params.py", "deep_tile/jit.py")
+"""For tests of compiled kernels."""
+
+FEWER = 4
+"""Of what nothing changed about, one in so many is tested."""
+
 OF_OPS = ("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py")
 """For tests of what tracers see."""
 
@@ -57,6 +63,11 @@ def may_have_changed(*patterns: str) -> bool:
     if base() in (EVERYTHING, ""):
         return base() == EVERYTHING
     return any(fnmatch.fnmatchcase(path, pattern) for path in _changed_since_base() for pattern in patterns)
+
+
+def share_of(*patterns: str) -> int:
+    """One in how many is tested: all where a file that matches these patterns may have changed."""
+    return 1 if may_have_changed(*patterns) else FEWER
 
 
 @cache

@@ -14,13 +14,12 @@ from helpers import SEEDS
 from pretending import fake_driver, run_pretending  # noqa: F401
 
 from deep_tile import both, experts, gated, jit, norms, quantize, settings, transposed
+from deep_tile.compat import deep_gemm, process
 from deep_tile.tools import cli
 
 HOPPER = (9, 0)
 
 COMPILING = ("test_codegen", "test_compilers")
-
-FEWER = 4
 
 SEED = "DEEP_TILE_TEST_SEED"
 
@@ -64,19 +63,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run long tests first, so that no process is left with one at the end. Of tests marked `about` unchanged files,
-    keep one in FEWER per module."""
+    keep one in `changes.FEWER` per module. Where tests run in several processes without a GPU, leave out those that
+    need one: to hand out and report each of five thousand skips takes ten seconds."""
     items.sort(key=lambda item: item.path.stem not in COMPILING)
-    seen, unchanged = Counter(), []
+    leaves_gpu_out = "PYTEST_XDIST_WORKER" in os.environ and missing_hopper()
+    seen, left_out = Counter(), []
     for item in items:
         mark = item.get_closest_marker("about")
-        if mark and not changes.may_have_changed(*mark.args, f"tests/{item.path.name}"):
+        if leaves_gpu_out and item.get_closest_marker("gpu"):
+            left_out.append(item)
+        elif mark and not changes.may_have_changed(*mark.args, f"tests/{item.path.name}"):
             seen[item.path] += 1
-            if seen[item.path] % FEWER:
-                unchanged.append(item)
-    if unchanged:
-        left_out = set(unchanged)
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=unchanged)
+            if seen[item.path] % changes.FEWER:
+                left_out.append(item)
+    if left_out:
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,7 +94,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_report_header() -> list[str]:
-    return [changes.told(), f"random numbers are those of {SEED}={os.environ[SEED]}"]
+    told = [changes.told(), f"random numbers are those of {SEED}={os.environ[SEED]}"]
+    return [*told, f"tests marked gpu do not run: {missing_hopper()}"] if missing_hopper() else told
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -129,6 +133,13 @@ def kernel_cache(run_folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEEP_TILE_CACHE_DIR", str(folder))
         yield
+
+
+@pytest.fixture
+def fresh_deep_gemm(monkeypatch):
+    """DeepGEMM's settings of the process, as a new process has them."""
+    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(deep_gemm, "_alignment", 128)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Weights of any format as blocks of 128x128, shards that begin anywhere in a block, and weights of 4 bits that are
 multiplied as they are, checked element by element.
 
-    PYTHONPATH=. python tests/fuzz_formats.py --seconds 120 --out formats.json [--seed N] [--first-round R --rounds 1]
-
 A round is a weight, drawn by formats.py, through `to_blocks`: its elements must be the nearest for their scales, the
 scales the smallest, and the report that of float64. Or it is a weight in blocks through `shard_weight`: the product of
 each rank's columns must be the whole product's, bit for bit. Or it is packed: it must come back as it was, and be the
@@ -10,12 +8,9 @@ FP8 weight that it stands for; then come many products with it, by kernels drawn
 or of groups, into parts of larger tensors. They must be within rounding of float64's, and the same as the FP8 weight's,
 bit for bit, where nothing is added and no part of K is summed apart. A round depends on the seed, `--configs` and its
 number alone.
-
-Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, cycle, product
@@ -24,7 +19,7 @@ from typing import Any, NamedTuple
 
 import campaign
 import torch
-from campaign import fuzz, fuzz_parser, on_gpu
+from campaign import on_gpu
 from formats import NAMES_OF_PACKED, draw, fp8_product, spread
 from helpers import (
     ACCUMULATION,
@@ -343,7 +338,7 @@ def draw_kernels(random: Random, each: int) -> dict[str, list[GemmConfig]]:
 
 
 class Fuzzer(campaign.Fuzzer):
-    UNDER_WAY, UNSETTLED = 6, 256
+    UNDER_WAY, UNSETTLED, CONFIGS = 6, 256, 16
 
     def load(self) -> None:
         """The kernels drawn, and those that the selector chooses for everything else."""
@@ -386,13 +381,3 @@ def chosen() -> Iterator[tuple[list[tuple[int, int, int]], dict[str, Any]]]:
     for bias in (None, torch.bfloat16):
         yield from ((units, {"kind": kind, "bias": bias}) for kind in (*PACKED, "fp8", "fp8_1x128"))
     yield [(each * ranks, k, 70) for each in SHARES for ranks in (1, 2, 3, 8) for k in INNER], {}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = fuzz_parser(__doc__)
-    options.add_argument("--configs", type=int, default=16, help="of each kind of 4 bits (default: %(default)s)")
-    return fuzz(Fuzzer, "fuzz of formats", options, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

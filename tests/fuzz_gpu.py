@@ -1,18 +1,14 @@
 """Check any call of `fp8_gemm`: values, memory around `out`, inputs, repeatability, the reach of special values.
 
-    PYTHONPATH=. python tests/fuzz_gpu.py --seconds 420 --out fuzz.json [--seed N] [--first-round R --rounds 1 --serial]
-
 Compiles every default config and random legal ones on all cores, then multiplies, round after round: each draws a
 problem and multiplies it in several ways (strategies.py says which there are). Checks run on the GPU and are read now
 and then, so that products follow each other closely. A round depends on the seed and its number alone, and can be
-repeated by itself; with --serial each call is awaited, and the one that fails is certain.
+repeated by itself.
 
-Ends with status 0, or 1 when something was wrong, 3 when a product did not end within 20 s, 4 when the GPU failed.
 test_fuzz_draws.py and test_gemm_property_gpu.py use the checks with Hypothesis.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from random import Random
@@ -20,7 +16,7 @@ from typing import Any, NamedTuple
 
 import campaign
 import torch
-from campaign import OperandPool, fuzz, fuzz_parser, lay_out, on_gpu
+from campaign import OperandPool, lay_out, on_gpu
 from expected import Expected, expected_product
 from helpers import GuardedOut, Operands, exact_product
 from strategies import (
@@ -181,11 +177,9 @@ def _first_wrong(sample: Sample, call: Call) -> str:
 
 
 class Fuzzer(campaign.Fuzzer):
-    UNDER_WAY, UNSETTLED, DRAWN = 12, 256, "call"
+    UNDER_WAY, UNSETTLED, DRAWN, CONFIGS = 12, 256, "call", 640
 
     def __init__(self, arguments: argparse.Namespace, report: campaign.Report):
-        if arguments.serial:
-            self.UNDER_WAY, self.UNSETTLED = 0, 1
         super().__init__(arguments, report)
         self.products = 0
         self.configs: set[str] = set()
@@ -193,7 +187,7 @@ class Fuzzer(campaign.Fuzzer):
     def load(self) -> None:
         drawn = draw_configs(Random(f"{self.seed}:configs"), self.arguments.configs)
         self._configs = self.load_kernels(config for config in drawn if config.cluster <= self.num_sms)
-        self._limits = self.arguments.limits
+        self._limits = USUAL
         size = max(self._limits.m, self._limits.n, LARGE.m if on_gpu(self.device) else 0)
         k = max(self._limits.k, LARGE.k if on_gpu(self.device) else 0)
         self._pools = [OperandPool(size, k, self.device, self.seed % 2**31, any_bytes=any_) for any_ in (False, True)]
@@ -239,15 +233,3 @@ class Fuzzer(campaign.Fuzzer):
         found = {"wrong": self.report.found.get("wrong", 0), "hangs": self.report.found.get("hang", 0)}
         counts = {"products": self.products, "calls": self.calls.total(), "configs": len(self.configs)}
         return counts | found | {"families": dict(sorted(self.calls.items()))}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = fuzz_parser(__doc__)
-    options.add_argument("--configs", type=int, default=640, help="how many, default ones included")
-    options.add_argument("--serial", action="store_true", help="await each call")
-    options.set_defaults(limits=USUAL)
-    return fuzz(Fuzzer, "fuzz", options, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

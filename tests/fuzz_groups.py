@@ -1,22 +1,16 @@
 """Check any GEMM of row groups: values, rows of no group, memory around `out`, repeatability.
 
-    PYTHONPATH=. python tests/fuzz_groups.py --seconds 120 --out groups.json [--seed N] [--first-round R --rounds 1]
-
 Each round draws a kind, groups (none, one row, few, many rows, bounds that lie), sizes, layouts and a kernel, and
 multiplies twice beside element-wise kernels of another stream. Results are compared with products in FP32 on the GPU,
 and the counts of wrong elements are read now and then. A round depends on the seed and its number alone.
-
-Ends with status 0, or 1 when something was wrong, 3 when a product did not end within 20 s, 4 when the GPU failed.
 """
 
 import argparse
-import sys
 from random import Random
 from typing import Any, NamedTuple
 
 import campaign
 import torch
-from campaign import fuzz, fuzz_parser
 from helpers import ACCUMULATION, BF16_ROUNDING
 
 from deep_tile import GemmConfig
@@ -331,11 +325,3 @@ class Fuzzer(campaign.Fuzzer):
 
     def counts(self) -> dict[str, Any]:
         return {"products": self.products, "calls_that_copy": self.narrow, "configs": len(self.configs)}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return fuzz(Fuzzer, "fuzz of groups", fuzz_parser(__doc__), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,18 +1,13 @@
 """Check any call of the other GEMMs: every kind, epilogue and output format, weight gradients, also of groups.
 
-    PYTHONPATH=. python tests/fuzz_kinds.py --seconds 120 --out kinds.json [--seed N] [--first-round R --rounds 1]
-
 Compiles kernels of every kind on all cores: choices of the selector and random legal configs, with finishes by turns.
 Then each round draws a problem for one of them, sizes, layouts, tokens of groups (none, one, few, many, offsets that
 lie) and options, and multiplies twice beside element-wise kernels of another stream; half of the calls name no config
 and get one of these kernels by choice. Results are compared with products in float64 on the GPU, and the counts of
 wrong elements are read now and then. A round depends on the seed, `--configs` and its number alone.
-
-Ends with status 0, or 1 when something was wrong, 3 when a product did not end within 20 s, 4 when the GPU failed.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from itertools import count, cycle, product
 from math import inf, log2
@@ -21,7 +16,7 @@ from typing import Any, NamedTuple
 
 import campaign
 import torch
-from campaign import fuzz, fuzz_parser, lay_out, on_gpu
+from campaign import lay_out, on_gpu
 from fuzz_groups import draw_scale_dtype, draw_sizes
 from helpers import (
     ACCUMULATION,
@@ -524,7 +519,7 @@ def examine(sample: Sample, drawn: Draw) -> dict[str, Any]:
 
 
 class Fuzzer(campaign.Fuzzer):
-    UNDER_WAY = 4
+    UNDER_WAY, CONFIGS = 4, 64
 
     def __init__(self, arguments: argparse.Namespace, report: campaign.Report):
         super().__init__(arguments, report)
@@ -539,7 +534,7 @@ class Fuzzer(campaign.Fuzzer):
 
     def check_round(self, random: Random, number: int) -> dict[str, torch.Tensor]:
         large = on_gpu(self.device) and random.random() < LARGE_SHARE
-        limits = LARGE if large else self.arguments.limits
+        limits = LARGE if large else USUAL
         self.drawn = drawn = draw(random, self._kernels, number, self.num_sms, limits)
         faults = check(make(self._values, drawn, self.device), drawn, self.noise)
         self.products += 2
@@ -554,14 +549,3 @@ class Fuzzer(campaign.Fuzzer):
     def counts(self) -> dict[str, Any]:
         counts = {"products": self.products, "calls_that_copy": self.narrow, "configs": len(self.configs)}
         return counts | {"calls": dict(sorted(self.calls.items()))}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = fuzz_parser(__doc__)
-    options.add_argument("--configs", type=int, default=64, help="of each family of kinds (default: %(default)s)")
-    options.set_defaults(limits=USUAL)
-    return fuzz(Fuzzer, "fuzz of kinds", options, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

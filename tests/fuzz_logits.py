@@ -4,13 +4,11 @@ Sizes, heads, strides, ranges and block tables that are empty, overlap or lie, `
 given with guards around it or allocated; against the definition in float64. A second call must give the same bits.
 """
 
-import sys
 from random import Random
 from typing import NamedTuple
 
 import campaign
 import torch
-from campaign import fuzz, fuzz_parser
 
 from deep_tile import logits, mqa_logits, paged_mqa_logits
 
@@ -156,11 +154,3 @@ class Fuzzer(campaign.Fuzzer):
         faults = check(case)
         self.calls["paged" if case.paged else "keys"] += 1
         return faults
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return fuzz(Fuzzer, "fuzz of logits", fuzz_parser(__doc__), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

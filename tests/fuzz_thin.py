@@ -1,29 +1,23 @@
 """Check thin GEMMs (`thin_gemm`, `prenorm_gemm`) of any size, layout and magnitude, element by element.
 
-    PYTHONPATH=. python tests/fuzz_thin.py --seconds 120 --out thin.json [--seed N] [--first-round R --rounds 1]
-
 A round is a product in FP32 weights, in their terms, in BF16 or of a batch, or one with sums of squares; in parts that
 are given or chosen. Each number must be float64's within what FP32 sums allow, a second call must give the same bits,
 and no byte may change around what is written. A round depends on the seed and its number alone.
-
-Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
 
-import sys
 from math import prod
 from random import Random
 from typing import Any
 
 import campaign
 import torch
-from campaign import fuzz, fuzz_parser
+from helpers import GuardedOut
 
 import deep_tile
 
 SIZES = (1, 2, 7, 24, 31, 32, 33, 64, 65, 127, 128, 129, 200, 256, 300, 1000)
 LENGTHS = (1, 8, 40, 63, 64, 65, 128, 520, 1000, 4096, 7168, 16384)
 MOST_OPERATIONS = 2**31
-GUARD = 64
 DTYPES = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Output dtypes, with their relative rounding error."""
 
@@ -42,15 +36,10 @@ def matrix(random: Random, *shape: int, dtype: torch.dtype, device: str) -> torc
     return x.to(dtype)[..., : shape[-1]]
 
 
-class Guarded:
-    """A target between guard elements that nobody may write."""
-
-    def __init__(self, *shape: int, dtype: torch.dtype, device: str):
-        self.memory = torch.full((prod(shape) + 2 * GUARD,), float("nan"), dtype=dtype, device=device)
-        self.out = self.memory[GUARD : GUARD + prod(shape)].view(shape)
-
-    def faults(self) -> torch.Tensor:
-        return (~self.memory[:GUARD].isnan()).sum() + (~self.memory[-GUARD:].isnan()).sum()
+def guarded(*shape: int, dtype: torch.dtype, device: str) -> tuple[GuardedOut, torch.Tensor]:
+    """A dense target, and what counts writes around it."""
+    guard = GuardedOut(prod(shape[:-1]), shape[-1], dtype=dtype, device=device)
+    return guard, guard.out.view(shape)
 
 
 def beyond(
@@ -78,13 +67,13 @@ def check_thin(random: Random, sizes: tuple[int, int, int], device: str) -> tupl
     given = deep_tile.split_weight(b, terms) if kind == "terms" else b
     x, y = (a.double(), b.double()) if every else (a.double()[None], b.double()[None])
     exact, magnitude = (x @ y.mT).sum(0), (x.abs() @ y.abs().mT).sum(0)
-    guarded = Guarded(m, n, dtype=out_dtype, device=device)
-    deep_tile.thin_gemm(a, given, guarded.out, **options)
+    guard, out = guarded(m, n, dtype=out_dtype, device=device)
+    deep_tile.thin_gemm(a, given, out, **options)
     again = deep_tile.thin_gemm(a, given, out_dtype=out_dtype, **options)
     found = {
-        "values": beyond(guarded.out, exact, magnitude, DTYPES[out_dtype], k * len(x), terms),
-        "bits": (guarded.out != again).sum() - (guarded.out.isnan() & again.isnan()).sum(),
-        "guards": guarded.faults(),
+        "values": beyond(out, exact, magnitude, DTYPES[out_dtype], k * len(x), terms),
+        "bits": (out != again).sum() - (out.isnan() & again.isnan()).sum(),
+        "guards": guard.count_written_outside(),
     }
     return f"{kind} {[*every, m, n, k]} {out_dtype} {options}", found
 
@@ -95,8 +84,8 @@ def check_prenorm(random: Random, sizes: tuple[int, int, int], device: str) -> t
     a = matrix(random, m, k, dtype=torch.bfloat16, device=device)
     b = matrix(random, n, k, dtype=torch.float32, device=device)
     every = () if splits is None else (splits,)
-    made = [Guarded(*every, *shape, dtype=torch.float32, device=device) for shape in ((m, n), (m,))]
-    got = deep_tile.prenorm_gemm(a, b, made[0].out, made[1].out, num_splits=splits)
+    made = [guarded(*every, *shape, dtype=torch.float32, device=device) for shape in ((m, n), (m,))]
+    got = deep_tile.prenorm_gemm(a, b, *(out for _, out in made), num_splits=splits)
     again = deep_tile.prenorm_gemm(a, b, num_splits=splits)
     total, squares = (x if splits is None else x.double().sum(0) for x in got)
     exact, magnitude, square = (
@@ -108,7 +97,7 @@ def check_prenorm(random: Random, sizes: tuple[int, int, int], device: str) -> t
         "values": beyond(total, exact, magnitude, 0.0, k, 3),
         "squares": beyond(squares, square, square, 0.0, k, 3),
         "bits": sum((x != y).sum() for x, y in zip(got, again, strict=True)),
-        "guards": sum(each.faults() for each in made),
+        "guards": sum(guard.count_written_outside() for guard, _ in made),
     }
     return f"prenorm {[m, n, k]} {splits}", found
 
@@ -129,11 +118,3 @@ class Fuzzer(campaign.Fuzzer):
 
     def counts(self) -> dict[str, Any]:
         return {"products": 2 * self.calls.total(), "kinds": dict(sorted(self.calls.items()))}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return fuzz(Fuzzer, "fuzz of thin products", fuzz_parser(__doc__), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import campaign
 import torch
 import torch.nn.functional as F
-from campaign import fuzz, fuzz_parser
 from expected import ACCUMULATION
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -439,11 +438,3 @@ class Fuzzer(campaign.Fuzzer):
 
     def counts(self) -> dict[str, Any]:
         return {"calls_that_copy": 2 * self.calls.total(), "steps": dict(sorted(self.calls.items()))}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return fuzz(Fuzzer, "fuzz of training steps", fuzz_parser(__doc__), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,5 +1,6 @@
 """Operands of grouped GEMMs of every kind, with poison around them, and checks of their results."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -49,6 +50,19 @@ class Case(NamedTuple):
         """`out` as the call takes it."""
         out = self.guarded.out
         return out if self.capacity is None else out.unflatten(0, (len(self.rows), self.capacity))
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """Each row's group, -1 for rows of none, as DeepGEMM takes them."""
+        indices = torch.full((len(self.a),), -1, dtype=torch.int32)
+        for group, (begin, end) in enumerate(self.rows):
+            indices[begin:end] = group
+        return indices.to(self.a.device)
+
+    def check_into(self, call: Callable) -> None:
+        """A call that returns nothing writes each group's rows to `out`, no other row, nor anything around them."""
+        assert call(self.out) is None
+        self.check_out()
 
     def call(self, *operands: torch.Tensor, **keywords) -> torch.Tensor:
         """Multiply these operands, by default the case's."""

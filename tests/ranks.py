@@ -1,14 +1,13 @@
 """Several processes that compute together, and what each of them checks: cases for test_distributed.py (CPUs, gloo) and
 test_distributed_gpu.py (GPUs, NCCL).
 
-`run` starts a process for each rank, which runs this file. Every case compares with one process, which each rank is,
-too: all of them draw the same numbers. Invariant: a case that a rank fails ends both, so that none waits for another.
+`run` starts a process for each rank. Every case compares with one process, which each rank is, too: all of them draw
+the same numbers. Invariant: a case that a rank fails ends both, so that none waits for another.
 """
 
 import copy
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +47,10 @@ def rank1_fails(mesh: DeviceMesh) -> None:
     assert mesh.get_rank() == 0, "on purpose"
 
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "deep_tile.distributed", "deep_tile.train"])
+"""Ranks are forks of one process, which has imported what takes a rank three seconds and has called nothing."""
+
 FAILING = {"rank1_fails": rank1_fails}
 """What shows that a failure is seen."""
 
@@ -55,17 +58,23 @@ FAILING = {"rank1_fails": rank1_fails}
 def run(backend: str, folder: Path, seed: int, *names: str) -> str:
     """Run cases, all where none is named, on `RANKS` processes; what they printed if one failed, else nothing."""
     logs = [folder / f"rank{rank}.txt" for rank in range(RANKS)]
-    processes = [_start(log, backend, str(rank), str(folder), str(seed), *names) for rank, log in enumerate(logs)]
+    processes = [
+        FORKS.Process(target=_run_logged, args=(log, backend, rank, folder, seed, *names))
+        for rank, log in enumerate(logs)
+    ]
+    for process in processes:
+        process.start()
     deadline = time.monotonic() + SECONDS
     try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if any(process.poll() for process in processes):
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
                 deadline = min(deadline, time.monotonic() + GRACE)
             time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
-    codes = [process.wait() for process in processes]
+            process.join()
+    codes = [process.exitcode for process in processes]
     if not any(codes):
         return ""
     return "\n\n".join(
@@ -73,14 +82,15 @@ def run(backend: str, folder: Path, seed: int, *names: str) -> str:
     )
 
 
-def _start(log: Path, *arguments: str) -> subprocess.Popen:
+def _run_logged(log: Path, *arguments) -> None:
     with log.open("w") as file:
-        # Gloo otherwise looks up the host's name.
-        environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen([sys.executable, __file__, *arguments], stdout=file, stderr=file, env=environment)
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo otherwise looks up the host's name.
+    _run_rank(*arguments)
 
 
-def _run_rank(backend: str, rank: int, folder: str, seed: int, *names: str) -> None:
+def _run_rank(backend: str, rank: int, folder: Path, seed: int, *names: str) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device is not None:
@@ -639,7 +649,3 @@ def _run_experts(x, shares, chosen, weights, dy) -> list[torch.Tensor]:
     out = train.experts(x, chosen, shares, *weights)
     out.backward(dy)
     return [out.detach(), *(each.grad for each in (x, shares, *weights))]
-
-
-if __name__ == "__main__":
-    _run_rank(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), *sys.argv[5:])

@@ -28,7 +28,7 @@ REPORT = ROOT / "benchmarks" / "results" / "gpu_tests.json"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TOOL_SECONDS = 900
 DRIVERS = {
-    "fuzz": ("fuzz_all.py", "--seconds", "240"),
+    "fuzz": ("fuzz.py", "--seconds", "240"),
     "stress": ("stress.py", "--seconds", "60"),
 }
 DRIVER_SECONDS = 540

@@ -63,5 +63,20 @@ def product(x: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
     return x.float() @ dequantize(layer.weight.data, layer.weight_scale_inv.data, block=(128, 128)).t()
 
 
+def experts_of_tokens(x, ids, shares, up, down, *biases, limit=float("inf"), alpha=1.0, beta=0.0) -> torch.Tensor:
+    """Each token's weighted sum of its experts' results, in FP32; gates come before ups. Numbers that are no expert's
+    add nothing."""
+    up_bias, down_bias = biases or [torch.zeros(len(up), 1, device=x.device)] * 2
+    wanted = torch.zeros(x.shape, device=x.device)
+    for token, chosen in enumerate(ids.tolist()):
+        for j, expert in enumerate(chosen):
+            if 0 <= expert < len(up):
+                gate, other = (x[token].float() @ up[expert].t() + up_bias[expert]).chunk(2)
+                gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
+                h = gate * torch.sigmoid(alpha * gate) * (other + beta)
+                wanted[token] += shares[token, j].float() * (h @ down[expert].t() + down_bias[expert])
+    return wanted
+
+
 def relative_error(out: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((out.float() - wanted).norm() / wanted.norm()).item()

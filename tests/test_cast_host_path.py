@@ -10,13 +10,25 @@ from deep_tile import params
 from deep_tile.quantize import SMALLEST_AMAX_FLOOR
 
 CAST_SETUP = f"""
-from deep_tile import per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_tile import per_block_cast_to_fp8, per_token_cast_to_fp8, silu_mul_cast_to_fp8
 quantize.needs_kernel, launches.num_sms = lambda x, out: True, lambda device: 132
 quantize.check_capture = lambda *ignored: None
 cast.load = lambda kernel, device: _launcher.load({WHOLE_CUBIN!r}, kernel.name, 0, 0)
 x = torch.zeros(130, 264, dtype=torch.bfloat16)
 codes, scale = torch.zeros(130, 264).to(torch.float8_e4m3fn), torch.zeros(130, 3)
+rows = torch.zeros(40, dtype=torch.int32)
+offs, counts = torch.zeros(3, dtype=torch.int32), torch.zeros(13, dtype=torch.int32)
+gate_up = torch.zeros(130, 528, dtype=torch.float16)
+targets = {{"out": codes, "scale_out": scale}}
+few = {{"out": codes[:40], "scale_out": scale[:40]}}
+many = {{"out": codes.view(13, 10, 264), "scale_out": scale.view(13, 10, 3)}}
 """
+
+
+@pytest.fixture
+def run(run_pretending):
+    """Run code after CAST_SETUP. Returns the lines that it showed and the launched kernels, whose argument is `of`."""
+    return lambda code, of=params.CAST, setup="": run_pretending(setup + CAST_SETUP + code, of)
 
 
 CASTS = (
@@ -31,13 +43,13 @@ def test_bad_calls_launch_nothing(run_pretending, setup):
 
 
 @EITHER_SETUP
-def test_floors_that_equal_a_known_one_are_refused(run_pretending, setup):
+def test_floors_that_equal_a_known_one_are_refused(run, setup):
     code = """
 given = {"x": x, "out": codes, "scale_out": scale}
 for floor in (True, 1, 1.0, True, np.float32(1), [1.0]):
     attempt(per_token_cast_to_fp8, **given, amax_floor=floor)
 """
-    shown, _ = run_pretending(setup + CAST_SETUP + code, of=params.CAST)
+    shown, _ = run(code, setup=setup)
     true = "TypeError amax_floor is True, a bool; pass a number, such as 1e-4"
     assert shown == [true, "prepare_launch launch", "launch", true, "launch", shown[5]]
     assert shown[5] == "TypeError amax_floor is [1.0], a list; pass a number, such as 1e-4"
@@ -45,18 +57,14 @@ for floor in (True, 1, 1.0, True, np.float32(1), [1.0]):
 
 @EITHER_WAY
 @pytest.mark.parametrize(("cast", "rows"), [("per_token_cast_to_fp8", 130), ("per_block_cast_to_fp8", 2)])
-def test_second_cast_is_one_call_into_c(run_pretending, setup, path, cast, rows):
-    shown, launched = run_pretending(
-        setup
-        + CAST_SETUP
-        + f"""
+def test_second_cast_is_one_call_into_c(run, setup, path, cast, rows):
+    code = f"""
 for _ in range(3):
     attempt({cast}, x, out=codes, scale_out=scale[:{rows}])
 attempt({cast}, x, out=codes, scale_out=scale[:{rows}], amax_floor=1e-10)
 show(x.data_ptr(), codes.data_ptr(), scale.data_ptr())
-""",
-        of=params.CAST,
-    )
+"""
+    shown, launched = run(code, setup=setup)
     assert shown[:4] == ["prepare_launch launch", path, path, "prepare_launch launch"]
     x, out, scale = map(int, shown[4].split())
     wanted = {"x": x, "out": out, "scale": scale, "rows": 130, "columns": 264, "x_stride": 264, "out_stride": 264}
@@ -67,27 +75,22 @@ show(x.data_ptr(), codes.data_ptr(), scale.data_ptr())
     assert [launch.params for launch in launched] == [wanted] * 4
 
 
-def test_options_of_a_cast_reach_its_kernel(run_pretending):
-    shown, launched = run_pretending(
-        CAST_SETUP
-        + """
+def test_options_of_a_cast_reach_its_kernel(run):
+    code = """
 for round_scale in ("none", "pow2"):
     for exact in ("divide", "reciprocal"):
         for _ in range(2):
             attempt(per_token_cast_to_fp8, x, round_scale=round_scale, exact=exact, out=codes, scale_out=scale)
-""",
-        of=params.CAST,
-    )
+"""
+    shown, launched = run(code)
     assert shown == ["prepare_launch launch", "launch_known"] * 4
     options = [(launch.params["pow2_scale"], launch.params["correction"]) for launch in launched[::2]]
     assert options == [(0, 1.0), (0, 0.0), (1, 1.0), (1, 0.0)]
 
 
-def test_casts_allocate_and_convert(run_pretending):
+def test_casts_allocate_and_convert(run):
     """An input that is converted first has its own signature."""
-    shown, launched = run_pretending(
-        CAST_SETUP
-        + """
+    code = """
 for layout in ("row", "m_aligned"):
     for _ in range(2):
         attempt(per_token_cast_to_fp8, x, scale_layout=layout)
@@ -97,9 +100,8 @@ for source in (x.double(), x.t(), torch.nn.Parameter(x, requires_grad=False)):
 attempt(per_token_cast_to_fp8, x, out=codes[:, 1:], scale_out=scale)
 attempt(per_token_cast_to_fp8, x, scale_layout="column", out=codes, scale_out=scale)
 attempt(per_token_cast_to_fp8, [1.0], out=codes, scale_out=scale)
-""",
-        of=params.CAST,
-    )
+"""
+    shown, launched = run(code)
     new, known = "prepare_launch launch", "launch_known"
     assert shown[:10] == [new, known, new, known, new, "launch", new, "launch", known, known]
     assert [launch.params["scale_stride_column"] for launch in launched[:4]] == [1, 1, 132, 132]
@@ -108,17 +110,14 @@ attempt(per_token_cast_to_fp8, [1.0], out=codes, scale_out=scale)
     assert re.match("TypeError x is a <class 'list'>", shown[12])
 
 
-def test_casts_of_three_dimensions_are_one_call_into_c(run_pretending):
+def test_casts_of_three_dimensions_are_one_call_into_c(run):
     """Four dimensions are one call into C, too. Five go through Python, as do inputs that are copied first."""
-    shown, launched = run_pretending(
-        CAST_SETUP
-        + """
+    code = """
 for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 5, 2, 1, 264), x.view(13, 10, 264)[:, :5]):
     for _ in range(2):
         attempt(per_token_cast_to_fp8, source, scale_layout="m_aligned")
-""",
-        of=params.CAST,
-    )
+"""
+    shown, launched = run(code)
     new = "prepare_launch launch"
     assert shown == [*[new, "launch_known"] * 2, *[new, "launch"] * 2]
     fields = "rows", "x_stride", "scale_stride_column"
@@ -127,12 +126,9 @@ for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 5, 2, 1, 2
     assert all("pdl 0" in launch.line for launch in launched)  # no part of an expert layer
 
 
-def test_casts_of_groups_that_are_copied_first(run_pretending):
+def test_casts_of_groups_that_are_copied_first(run):
     """The copy has the groups of its original; and what is remembered of it makes no wrong call a right one."""
-    shown, launched = run_pretending(
-        CAST_SETUP
-        + OF_ROWS
-        + """
+    code = """
 halves = {name: y[:, :5] for name, y in many.items()}
 halves = {name: torch.zeros(y.shape, dtype=y.dtype) for name, y in halves.items()}
 flat = {name: y.flatten(0, 1) for name, y in halves.items()}
@@ -144,9 +140,8 @@ for call, given, k in ((per_token_cast_to_fp8, x, 264), (silu_mul_cast_to_fp8, g
     attempt(call, groups, counts=counts, **flat)
     attempt(call, groups, **halves)
     attempt(call, groups.flatten(0, 1), **halves)
-""",
-        of=params.CAST_OF_ROWS,
-    )
+"""
+    shown, launched = run(code, params.CAST_OF_ROWS)
     new, known = "prepare_launch launch", "launch"
     for at in (0, 7):
         assert shown[at : at + 2] == [new, known] and shown[at + 2] in ("launch", "launch_known")
@@ -159,25 +154,10 @@ for call, given, k in ((per_token_cast_to_fp8, x, 264), (silu_mul_cast_to_fp8, g
     assert seen[:3] == [(65, 264, 264, 65, 13, 5)] * 3 and seen[4:7] == [(65, 264, 528, 65, 13, 5)] * 3
 
 
-OF_ROWS = """
-from deep_tile import silu_mul_cast_to_fp8
-rows = torch.zeros(40, dtype=torch.int32)
-offs, counts = torch.zeros(3, dtype=torch.int32), torch.zeros(13, dtype=torch.int32)
-gate_up = torch.zeros(130, 528, dtype=torch.float16)
-targets = {"out": codes, "scale_out": scale}
-few = {"out": codes[:40], "scale_out": scale[:40]}
-many = {"out": codes.view(13, 10, 264), "scale_out": scale.view(13, 10, 3)}
-"""
-
-
 @EITHER_WAY
-def test_second_cast_of_rows_is_one_call_into_c(run_pretending, setup, path):
+def test_second_cast_of_rows_is_one_call_into_c(run, setup, path):
     """Calls that differ in nothing but their lists, the index's type, or their numbers, are told apart."""
-    shown, launched = run_pretending(
-        setup
-        + CAST_SETUP
-        + OF_ROWS
-        + """
+    code = """
 for call, given in (
     (per_token_cast_to_fp8, dict(x=x, rows=rows, **few)),
     (per_token_cast_to_fp8, dict(x=x, rows=rows.long(), offs=offs, **few)),
@@ -190,9 +170,8 @@ for call, given in (
     for _ in range(2):
         attempt(call, **given)
 show(rows.data_ptr(), offs.data_ptr(), counts.data_ptr())
-""",
-        of=params.CAST_OF_ROWS,
-    )
+"""
+    shown, launched = run(code, params.CAST_OF_ROWS, setup)
     assert shown[:14] == ["prepare_launch launch", path] * 7
     rows, offs, counts = map(int, shown[14].split())
     fields = ("rows", "columns", "x_stride", "x_rows", "index", "wide_index", "living", "groups", "group_rows")
@@ -215,11 +194,8 @@ show(rows.data_ptr(), offs.data_ptr(), counts.data_ptr())
 
 
 @EITHER_WAY
-def test_second_sum_of_rows_is_one_call_into_c(run_pretending, setup, path):
-    shown, launched = run_pretending(
-        setup
-        + CAST_SETUP
-        + """
+def test_second_sum_of_rows_is_one_call_into_c(run, setup, path):
+    code = """
 from deep_tile import combine, experts
 quantize.needs_kernel = lambda *ignored: True
 cast.is_loaded = lambda *ignored: True
@@ -229,9 +205,8 @@ for given in ((x, weights, index, out), (x[:, 1:], weights.bfloat16(), index.int
         attempt(combine, *given)
 attempt(combine, x, weights, index)
 show(x.data_ptr(), weights.data_ptr(), index.data_ptr(), out.data_ptr())
-""",
-        of=params.COMBINE,
-    )
+"""
+    shown, launched = run(code, params.COMBINE, setup)
     new = "prepare_launch launch"
     assert shown[:5] == [new, path, new, path, path]
     addresses = map(int, shown[5].split())
@@ -246,11 +221,8 @@ show(x.data_ptr(), weights.data_ptr(), index.data_ptr(), out.data_ptr())
 
 
 @EITHER_WAY
-def test_second_sort_is_one_call_into_c(run_pretending, setup, path):
-    shown, launched = run_pretending(
-        setup
-        + CAST_SETUP
-        + """
+def test_second_sort_is_one_call_into_c(run, setup, path):
+    code = """
 from bad_calls import freed
 from deep_tile import experts, sort_by_expert
 experts.Sort.needs_kernel = lambda *ignored: True
@@ -266,9 +238,8 @@ attempt(sort_by_expert, chosen[:, ::2], 60)
 show(chosen.data_ptr())
 for gone in (freed(chosen), freed(chosen, left=0.5), freed(chosen[:, ::2])):
     attempt(sort_by_expert, gone, 60)
-""",
-        of=params.SORT,
-    )
+"""
+    shown, launched = run(code, params.SORT, setup)
     new = "prepare_launch launch"
     assert shown[:8] == [new, path, new, path, *[new] * 4]
     assert [said[:31] for said in shown[9:]] == ["ValueError chosen has no memory"] * 3
@@ -285,14 +256,11 @@ for gone in (freed(chosen), freed(chosen, left=0.5), freed(chosen[:, ::2])):
     ("change", "aligned"),
     [("", 1), ("x = x.flatten()[4:].as_strided((100, 264), (264, 1))", 0), ("out = codes.flatten()[8:]", 0)],
 )
-def test_casts_use_vectors_where_both_are_aligned(run_pretending, change, aligned):
-    _, launched = run_pretending(
-        CAST_SETUP
-        + f"""
+def test_casts_use_vectors_where_both_are_aligned(run, change, aligned):
+    code = f"""
 out = codes.flatten()
 {change}
 per_token_cast_to_fp8(x[:100], out=out.as_strided((100, 264), (264, 1)), scale_out=scale[:100])
-""",
-        of=params.CAST,
-    )
+"""
+    _, launched = run(code)
     assert [launch.params["aligned"] for launch in launched] == [aligned]

@@ -133,16 +133,17 @@ COMPILER = ("c++", "-std=c++20", "-O1", "-ffp-contract=off", "-fsanitize=alignme
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory):
+def launch(run_folder, made_once):
     """Run a kernel on CPU tensors. Each kernel compiles once; the headers that all include compile once before."""
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
-    directory, libraries = tmp_path_factory.mktemp("kernels"), {}
-    subprocess.run([*COMPILER, "-x", "c++-header", HOST_CUDA, "-o", directory / "host_cuda.h.gch"], check=True)
+    directory = made_once("host_kernels", lambda: compile_headers(run_folder))
+    libraries = {}
 
     def run(kernel, grid, layout, *tensors, places=kernels.PLACES, cluster=1):
         if kernel not in libraries:
-            libraries[kernel] = compile_for_host(kernel, directory)
+            path = made_once(f"host_{kernel.name}", lambda: compile_for_host(kernel, directory))
+            libraries[kernel] = loaded(path)
         argument = bytearray(kernel.table.pack(**layout))
         for offset, number, _ in kernel.table.pointers(places):
             argument[offset : offset + 8] = tensors[number].data_ptr().to_bytes(8, "little")
@@ -168,7 +169,16 @@ def assembly_of(kernel):
     return ASSEMBLY if kernel.what == "plain" else ASSEMBLY | ASSEMBLY_OF_ROWS
 
 
+def compile_headers(run_folder):
+    """The folder with what all kernels include, and where they are compiled."""
+    directory = run_folder / "host_cuda"
+    directory.mkdir()
+    subprocess.run([*COMPILER, "-x", "c++-header", HOST_CUDA, "-o", directory / "host_cuda.h.gch"], check=True)
+    return directory
+
+
 def compile_for_host(kernel, directory):
+    """The library of a kernel."""
     text = streaming_source(kernel)
     assembly = assembly_of(kernel)
     for pattern, replacement in assembly.items():
@@ -186,6 +196,10 @@ extern "C" bool run(const {kernel.table.name}* params, unsigned grid, unsigned c
 """)
     subprocess.run([*COMPILER, "-c", f"-I{HOST_CUDA.parent}", source, "-o", source.with_suffix(".o")], check=True)
     subprocess.run([COMPILER[0], "-shared", source.with_suffix(".o"), "-o", library], check=True)
+    return library
+
+
+def loaded(library):
     made = ctypes.CDLL(str(library))
     made.run.restype = ctypes.c_bool
     return made

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import changes
 import pytest
 from chosen_kernels import chosen
 from default_kernels import EVERY_CONFIG, disassemblies, disassembly, flaws
@@ -79,6 +80,7 @@ def test_kernels_of_everything_that_there_is_are_among_those_tested(field, known
     assert {config.product.family for config in EVERY_CONFIG} == {*FAMILIES, *PACKED}
 
 
+@pytest.mark.about(*changes.OF_KERNELS, "deep_tile/config.py")
 @pytest.mark.parametrize("kind", ["fp8", "fp8_1x128"])
 def test_scale_warps_that_read_no_runs_of_one_scale_compile(kind):
     """Lanes of 24 registers that have 8 rows each."""
@@ -166,6 +168,7 @@ def test_split_k_gives_slots_back_when_their_values_have_come(config, listings):
         assert set(slots) <= set(values_that_reach(before, address))
 
 
+@pytest.mark.about(*changes.OF_KERNELS, "deep_tile/config.py")
 @pytest.mark.parametrize("kind", ["int8_rows", "int8_unscaled"])
 def test_split_k_adds_integers_as_integers(kind, tmp_path):
     """No FP32 numbers are added. Stores convert; each branch holds one block's columns."""

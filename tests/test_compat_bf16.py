@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-from grouped_case import DEVICES, Case, make_case
+from grouped_case import DEVICES, make_case
 from helpers import Exact, GuardedOut, assert_accurate, exact_dense_product, make_product
 
-from deep_tile.compat import deep_gemm, process
+from deep_tile.compat import deep_gemm
+
+pytestmark = pytest.mark.usefixtures("fresh_deep_gemm")
 
 ALIGNMENT = 128
 SIZES = [5, 0, 130, 64]
-
-
-@pytest.fixture(autouse=True)
-def settings(monkeypatch):
-    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
-    monkeypatch.setattr(deep_gemm, "_alignment", ALIGNMENT)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -41,33 +37,23 @@ def test_sums(same, device):
     assert_accurate(d, Exact(value + before.double(), spread), product.accumulation, 1e-5)
 
 
-def check(case: Case, call) -> None:
-    """Every row of a group has its product, no other row is written, nor anything around them."""
-    assert call(case.out) is None
-    case.check_out()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["nt", "nn"])
 @pytest.mark.parametrize("by_ends", [False, True])
 def test_contiguous_groups(by_ends, layout, device):
     case = make_case("bf16", SIZES, 200, 320, device=device, alignment=ALIGNMENT, layout=layout)
     a, b = case.operands
-    groups = case.bounds
-    if not by_ends:
-        groups = torch.full((len(a),), -1, dtype=torch.int32, device=device)
-        for group, (begin, end) in enumerate(case.rows):
-            groups[begin:end] = group
+    groups = case.bounds if by_ends else case.indices
     call = getattr(deep_gemm, f"m_grouped_bf16_gemm_{layout}_contiguous")
     given = b if layout == "nt" else b.transpose(1, 2)
-    check(case, lambda out: call(a, given, out, groups, use_psum_layout=by_ends))
+    case.check_into(lambda out: call(a, given, out, groups, use_psum_layout=by_ends))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_their_own(device):
     case = make_case("bf16", SIZES, 136, 256, device=device, capacity=135)
     call = deep_gemm.m_grouped_bf16_gemm_nt_masked
-    check(case, lambda out: call(*case.operands, out, case.bounds, 16))
+    case.check_into(lambda out: call(*case.operands, out, case.bounds, 16))
 
 
 @pytest.mark.parametrize("device", DEVICES)

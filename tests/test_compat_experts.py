@@ -5,40 +5,22 @@ import inspect
 import pytest
 import torch
 from grouped_case import DEVICES, Case, make_case
-from helpers import GuardedOut, Operands, assert_accurate, exact_product, make_operands
+from helpers import GuardedOut, assert_accurate, exact_product, make_operands
 from test_grouped import SIZES
 
-from deep_tile.compat import deep_gemm, process
+from deep_tile.compat import deep_gemm
+
+pytestmark = pytest.mark.usefixtures("fresh_deep_gemm")
 
 ALIGNMENT = 128
-
-
-@pytest.fixture(autouse=True)
-def settings(monkeypatch):
-    monkeypatch.setattr(process, "settings", {"num_sms": None, "pdl": None})
-    monkeypatch.setattr(deep_gemm, "_alignment", ALIGNMENT)
 
 
 def pairs(case: Case):
     return (case.a, case.a_scale), (case.b, case.b_scale)
 
 
-def indices_of(case: Case) -> torch.Tensor:
-    """Each row's group, -1 for rows of none."""
-    indices = torch.full((len(case.a),), -1, dtype=torch.int32)
-    for group, (begin, end) in enumerate(case.rows):
-        indices[begin:end] = group
-    return indices.to(case.a.device)
-
-
-def check(case: Case, call) -> None:
-    """Every row of a group has its product, no other row is written, nor anything around them."""
-    assert call(case.out) is None
-    case.check_out()
-
-
 def by_indices(case: Case, indices: torch.Tensor | None = None, **keywords):
-    indices = indices_of(case) if indices is None else indices
+    indices = case.indices if indices is None else indices
     return lambda out: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(*pairs(case), out, indices, **keywords)
 
 
@@ -46,26 +28,26 @@ def by_indices(case: Case, indices: torch.Tensor | None = None, **keywords):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_group_for_each_row(sizes, device):
     case = make_case("fp8", sizes, 200, 384, device=device, alignment=ALIGNMENT, scales="column_aligned")
-    check(case, by_indices(case, disable_ue8m0_cast=True))
+    case.check_into(by_indices(case, disable_ue8m0_cast=True))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)}_groups_{sum(sizes)}_rows")
 @pytest.mark.parametrize("device", DEVICES)
 def test_ends_of_groups(sizes, device):
     case = make_case("fp8", sizes, 200, 384, device=device, alignment=ALIGNMENT, scales="column_aligned")
-    check(case, by_indices(case, case.bounds, use_psum_layout=True, expected_m_for_psum_layout=17))
+    case.check_into(by_indices(case, case.bounds, use_psum_layout=True, expected_m_for_psum_layout=17))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_pad_a_group_may_name_it(device):
     """Engines fill whole blocks of 128 so: all rows of the block then belong to the group."""
     case = make_case("fp8", [5, 0, 130], 72, 256, device=device, alignment=ALIGNMENT, spare=126)
-    indices = indices_of(case)
+    indices = case.indices
     indices[:128], indices[128:384] = 0, 2
     case.a.view(torch.uint8)[:] = 0x38
     case.a_scale[:] = 1
     whole = case._replace(rows=[(0, 128), (128, 128), (128, 384)])
-    check(whole, by_indices(whole, indices))
+    whole.check_into(by_indices(whole, indices))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -84,11 +66,11 @@ def test_blocks_of_no_group_between_two(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_numbers_that_are_no_group_are_left_out(device):
     case = make_case("fp8", [5, 40], 72, 256, device=device, alignment=ALIGNMENT, spare=30)
-    indices = indices_of(case)
+    indices = case.indices
     indices[indices < 0] = -(2**31)
     if device == "cuda":  # where nothing refuses it
         indices[-20:] = 2**31 - 1
-    check(case, by_indices(case, indices))
+    case.check_into(by_indices(case, indices))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -101,7 +83,7 @@ def test_rows_of_their_own(device):
     case = case._replace(a_scale=scale)
     for name in ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"):
         case.guarded.out.view(torch.int16).fill_(-1)
-        check(case, lambda out, name=name: getattr(deep_gemm, name)(*pairs(case), out, case.bounds, 16))
+        case.check_into(lambda out, name=name: getattr(deep_gemm, name)(*pairs(case), out, case.bounds, 16))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,7 +92,7 @@ def test_another_alignment(device):
     assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 16
     assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(64, 8) == 128
     case = make_case("fp8", [3, 0, 17, 16], 72, 256, device=device, alignment=16)
-    check(case, by_indices(case))
+    case.check_into(by_indices(case))
     with pytest.raises(ValueError, match="alignment is 48; pass an int, a power of two"):
         deep_gemm.set_mk_alignment_for_contiguous_layout(48)
 
@@ -119,7 +101,7 @@ def test_another_alignment(device):
 def test_graphs_hold_for_every_layout():
     """Graphs hold for other indices, too, which the device reads."""
     case = make_case("fp8", [512] * 4, 136, 256, device="cuda", alignment=ALIGNMENT, spare=0)
-    indices, out = indices_of(case), case.out
+    indices, out = case.indices, case.out
     call = by_indices(case, indices)
     call(out)
     torch.cuda.synchronize()
@@ -132,9 +114,9 @@ def test_graphs_hold_for_every_layout():
             rows.append((begin, begin + size))
             begin += -(-size // ALIGNMENT) * ALIGNMENT
         now = case._replace(rows=rows)
-        indices.copy_(indices_of(now))
+        indices.copy_(now.indices)
         case.guarded.out.view(torch.int16).fill_(-1)
-        check(now, lambda _out: graph.replay())
+        now.check_into(lambda _out: graph.replay())
 
 
 # ---- products by head
@@ -173,7 +155,7 @@ def test_heads(device, heads, stacked, rows):
 
 def test_wrong_layouts_launch_nothing():
     case = make_case("fp8", [5, 130, 7], 72, 256, alignment=ALIGNMENT)
-    good = indices_of(case)
+    good = case.indices
     for change, kind, message in (
         (lambda x: x.long(), ValueError, r"of torch.int64; for a of \d+ rows it must be \[\d+\] of torch.int32"),
         (lambda x: x[1:], ValueError, "grouped_layout is"),
@@ -192,11 +174,11 @@ def test_wrong_calls_launch_nothing():
     case = make_case("fp8", [5, 130], 72, 256, alignment=ALIGNMENT)
     a, b = pairs(case)
     for arguments, keywords, kind, message in (
-        ((a[0], b, case.out, indices_of(case)), {}, TypeError, "a is a Tensor; it must be a pair"),
-        ((a, b, case.out, indices_of(case)), {"recipe": (1, 1, 128)}, ValueError, r"recipe is \(1, 1, 128\)"),
-        ((a, b, case.out.double(), indices_of(case)), {}, TypeError, "out must be one of torch.bfloat16"),
+        ((a[0], b, case.out, case.indices), {}, TypeError, "a is a Tensor; it must be a pair"),
+        ((a, b, case.out, case.indices), {"recipe": (1, 1, 128)}, ValueError, r"recipe is \(1, 1, 128\)"),
+        ((a, b, case.out.double(), case.indices), {}, TypeError, "out must be one of torch.bfloat16"),
         ((a, b, case.out, case.bounds.long()), {"use_psum_layout": True}, TypeError, "offs must be torch.int32"),
-        ((a, (b[0][0], b[1][0]), case.out, indices_of(case)), {}, ValueError, r"b is \[72, 256\]; it must have 3"),
+        ((a, (b[0][0], b[1][0]), case.out, case.indices), {}, ValueError, r"b is \[72, 256\]; it must have 3"),
     ):
         with pytest.raises(kind, match=message):
             deep_gemm.m_grouped_fp8_gemm_nt_contiguous(*arguments, **keywords)
@@ -261,20 +243,3 @@ def test_settings_are_passed_along(monkeypatch):
         {"alignment": 128, "expected_rows": 192 - 64, **of_process},
         {"alignment": 128, "expected_rows": 9, **of_process},
     ]
-
-
-def test_under_compile():
-    case = make_case("fp8", [5, 0, 130], 72, 256, alignment=ALIGNMENT)
-    operands = Operands(case.a, case.a_scale, case.b, case.b_scale)
-
-    def product(a, a_scale, indices, out):
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, a_scale), operands[2:], out, indices)
-        return out + 1
-
-    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
-    expected = torch.zeros_like(case.out)
-    with torch.no_grad():
-        wanted = product(*operands[:2], indices_of(case), expected)
-        out = torch.zeros_like(case.out)
-        got = compiled(*operands[:2], indices_of(case), out)
-    assert torch.equal(out, expected) and torch.equal(got, wanted)

@@ -5,6 +5,7 @@ that sass.py names, and every kernel; `--nvrtc VERSION` any other.
 """
 
 import re
+from collections.abc import Sequence
 
 import changes
 import other_nvrtc
@@ -23,8 +24,8 @@ OFTEN_USED = ("12.9.86", "13.0.88", "13.2.86", "13.5.37")
 
 ALL = (*OFTEN_USED, "13.1.115", "13.3.33", "13.4.92")
 
-MOST = 6
-"""Kernels of each version in a run that does not compile all."""
+MOST = 6 if changes.may_have_changed(*changes.OF_KERNELS) else 2
+"""Kernels of each version, beside those named below, in a run that does not compile all."""
 
 WIDEST = deepest_config(128, 256)
 OF_INTEGERS = deepest_config(256, 128, kind="int8", cluster_n=2)
@@ -44,12 +45,16 @@ def _versions(config: pytest.Config) -> list[str]:
     return [version for version in versions if version != jit.nvrtc_version()]
 
 
+def _share_of(nvrtc: str, kernels: Sequence) -> Sequence:
+    """What one of the versions compiles of these."""
+    return kernels[OFTEN_USED.index(nvrtc) :: len(OFTEN_USED)]
+
+
 def _kernels_of(nvrtc: str) -> list[GemmConfig]:
     """A share of the run's kernels, up to MOST; all where all are compiled."""
     if changes.base() == changes.EVERYTHING:
         return list(EVERY_CONFIG)
-    share = chosen()[OFTEN_USED.index(nvrtc) :: len(OFTEN_USED)]
-    return list(dict.fromkeys((WIDEST, OF_INTEGERS, NARROW_GROUPS, *share[:MOST])))
+    return list(dict.fromkeys((WIDEST, OF_INTEGERS, NARROW_GROUPS, *_share_of(nvrtc, chosen())[:MOST])))
 
 
 @pytest.fixture(scope="session")
@@ -74,9 +79,12 @@ def test_default_kernels_compile_clean_and_uniform(compiled):
     assert not {name: wrong for name, wrong in found.items() if wrong}
 
 
-def test_others_compile_clean_and_uniform(library):
-    """Kernels without a GemmConfig, some of which wait at a barrier."""
-    sources = {kernel.name: streaming_source(kernel) for kernel in (*cast.SORT.values(), *parts.KERNELS)}
+def test_others_compile_clean_and_uniform(nvrtc, library):
+    """Kernels without a GemmConfig, some of which wait at a barrier; a share of them where none changed."""
+    kernels = (*cast.SORT.values(), *parts.KERNELS)
+    if not changes.may_have_changed(*changes.OF_KERNELS, "deep_tile/cast.py", "deep_tile/parts.py"):
+        kernels = _share_of(nvrtc, kernels)
+    sources = {kernel.name: streaming_source(kernel) for kernel in kernels}
     for kernel in other_nvrtc.compile_kernels(library, sources).values():
         assert not kernel.divergence and not jit.resource_usage(kernel.log).flawed
 

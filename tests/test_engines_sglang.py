@@ -14,7 +14,16 @@ import pytest
 import torch
 from formats import draw
 from helpers import same_bits
-from stand_ins import add_modules, assert_accepts, forget_modules, layer_of, product, relative_error, stacked
+from stand_ins import (
+    add_modules,
+    assert_accepts,
+    experts_of_tokens,
+    forget_modules,
+    layer_of,
+    product,
+    relative_error,
+    stacked,
+)
 
 from deep_tile import fp8_gemm, fp8_linear, mqa_logits, paged_mqa_logits, per_token_cast_to_fp8
 from deep_tile.compat import deep_gemm
@@ -492,7 +501,7 @@ def test_other_layers_keep_sglangs_method(mxfp4, monkeypatch, other):
 
 
 def filled(mxfp4, device, theirs=Mxfp4MoEMethod, count=4, width=96, **changed):
-    """A layer with its method, as a checkpoint fills it; and its matrices and biases in FP32, gates before ups."""
+    """A layer with its method, as a checkpoint fills it; and its matrices, then biases, in FP32, gates before ups."""
     layer = experts_layer(width, device=device, **changed)
     hidden, alternate = layer.hidden_size, layer.moe_runner_config.gemm1_alpha is not None
     method = mxfp4.method(Config.get_quant_method, Config(theirs()), layer, "")
@@ -509,7 +518,7 @@ def filled(mxfp4, device, theirs=Mxfp4MoEMethod, count=4, width=96, **changed):
         if alternate and name == "w13":
             both = [torch.cat([x[:, ::2], x[:, 1::2]], 1) for x in both]
         wanted += [x.to(device) for x in both]
-    return layer, method, wanted
+    return layer, method, wanted[::2] + wanted[1::2]
 
 
 @DEVICES
@@ -523,23 +532,17 @@ def filled(mxfp4, device, theirs=Mxfp4MoEMethod, count=4, width=96, **changed):
     ],
 )
 def test_experts_of_mxfp4_multiply(mxfp4, device, theirs, changed):
-    layer, method, (up, up_bias, down, down_bias) = filled(mxfp4, device, theirs, **changed)
+    layer, method, wide = filled(mxfp4, device, theirs, **changed)
     method.process_weights_after_loading(layer)
     assert not [name for name, _ in layer.named_parameters() if name.startswith(("w13", "w2"))]
     hidden, config = layer.hidden_size, layer.moe_runner_config
     alpha, beta = (1.702, 1 if config.gemm1_beta is None else 0.5) if config.gemm1_alpha else (1, 0)
     limit = 7 if "gemm1_alpha" in changed or "swiglu_limit" in changed else float("inf")
-    x = (torch.randn(5, hidden, device=device) * 3 / (up.std() * hidden**0.5)).bfloat16()
+    x = (torch.randn(5, hidden, device=device) * 3 / (wide[0].std() * hidden**0.5)).bfloat16()
     ids = torch.stack([torch.randperm(4, device=device)[:2] for _ in x]).int()
     ids[0, 1] = -1  # of another GPU
-    shares, wanted = torch.rand(5, 2, device=device), torch.zeros(5, hidden, device=device)
-    for token, chosen in enumerate(ids.tolist()):
-        for j, expert in enumerate(chosen):
-            gate, other = (x[token].float() @ up[expert].t() + up_bias[expert]).chunk(2)
-            gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
-            h = gate * torch.sigmoid(alpha * gate) * (other + beta)
-            if expert >= 0:
-                wanted[token] += shares[token, j] * (h @ down[expert].t() + down_bias[expert])
+    shares = torch.rand(5, 2, device=device)
+    wanted = experts_of_tokens(x, ids, shares, *wide, limit=limit, alpha=alpha, beta=beta)
     topk = SimpleNamespace(hidden_states=x, topk_output=(shares, ids, None))
     (out,) = method.apply(layer, topk)
     assert out.dtype == torch.bfloat16 and relative_error(out, wanted) < 0.08

@@ -17,7 +17,16 @@ import pytest
 import torch
 from formats import draw
 from helpers import same_bits
-from stand_ins import add_modules, assert_accepts, forget_modules, layer_of, product, relative_error, stacked
+from stand_ins import (
+    add_modules,
+    assert_accepts,
+    experts_of_tokens,
+    forget_modules,
+    layer_of,
+    product,
+    relative_error,
+    stacked,
+)
 from torch._inductor.pattern_matcher import fwd_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -753,17 +762,6 @@ def dequantized(weights, scales):
     return torch.stack([dequantize(*pair, block=(128, 128)) for pair in pairs])
 
 
-def wanted_of_tokens(x, ids, shares, up, down, gating=torch.nn.functional.silu):
-    """Each token's weighted sum of its experts' results, in FP32."""
-    wanted = torch.zeros(x.shape, device=x.device)
-    for token, chosen in enumerate(ids.tolist()):
-        for j, expert in enumerate(chosen):
-            if 0 <= expert < len(up):
-                gate, other = (x[token].float() @ up[expert].t()).chunk(2)
-                wanted[token] += shares[token, j].float() * (gating(gate) * other @ down[expert].t())
-    return wanted
-
-
 def run_experts(ours, x, w1, w2, shares, ids, *, scale=None, expert_map=None, on_input=False, everyone=None, **given):
     """Call as vLLM does, with the output in the memory of gate and up."""
     tokens, hidden = x.shape
@@ -820,7 +818,7 @@ def test_experts_multiply(experts, device, width, given):
         used = shares
     out = run_experts(ours, x, up, down, shares, ids, **options)
     seen = x if given != "fp8" else dequantize(x, options["scale"], block=(1, 128))
-    assert relative_error(out, wanted_of_tokens(seen, local, used, wide_up, dequantized(down, w2_scale))) < 0.08
+    assert relative_error(out, experts_of_tokens(seen, local, used, wide_up, dequantized(down, w2_scale))) < 0.08
 
 
 @DEVICES
@@ -841,9 +839,8 @@ def test_gating_of_experts(experts, device):
     assert not same_bits(gated, limited)
     of_model = {"swiglu_limit": 1.5, "swiglu_alpha": 1.7, "swiglu_beta": 1.0}
     assert same_bits(run(packed, of_model, {}), gated)
-    gate, up = (x.float() @ dequantized(w1, w1_scale)[0].t()).chunk(2, -1)
-    gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
-    wanted = gate * torch.sigmoid(1.7 * gate) * (up + 1) @ dequantized(w2, w2_scale)[0].t()
+    wide = dequantized(w1, w1_scale), dequantized(w2, w2_scale)
+    wanted = experts_of_tokens(x, ids, shares, *wide, limit=1.5, alpha=1.7, beta=1.0)
     assert relative_error(gated, wanted) < 0.08
 
 
@@ -972,29 +969,21 @@ def test_activations_that_are_asked_for_are_vllms(vllm, monkeypatch):
 def test_experts_of_mxfp4_multiply(vllm, device, activation, biased, is_said):
     """As gpt-oss has them, also under a method that says no numbers, and DeepSeek-V4, whose gates have no shift."""
     of_vllm, hidden = methods(vllm), 128
-    layer, given, (up, down, up_bias, down_bias) = mxfp4_layer(activation, biased, device)
+    layer, given, wide = mxfp4_layer(activation, biased, device)
     backend, ours = of_vllm.select_mxfp4_moe_backend(moe_config(has_bias=biased, activation=activation))
     convert = of_vllm.convert_weight_to_mxfp4_moe_kernel_format
     assert convert(mxfp4_backend="MARLIN", layer=layer, **given) == ("MARLIN", given["w13_weight"])
     w1, w2, *scales, w1_bias, w2_bias = convert(mxfp4_backend=backend, layer=layer, **given, activation="any")
-    size = up.std() * hidden**0.5
+    size = wide[0].std() * hidden**0.5
     gating = {"gemm1_clamp_limit": 7.0, "gemm1_alpha": 1.702, "gemm1_beta": 1.0} if is_said else {}
     experts = ours(moe_config(), quant_config(*scales, w1_bias=w1_bias, w2_bias=w2_bias, **gating))
     assert experts.expects_unquantized_inputs and (w1_bias is None) is not biased
     x = (torch.randn(5, hidden, device=device) / size).bfloat16()
     ids = torch.stack([torch.randperm(4, device=device)[:2] for _ in x]).int()
     ids[0, 1] = -1
-    shares, wanted = torch.rand(5, 2, device=device), torch.zeros(5, hidden, device=device)
-    for token, chosen in enumerate(ids.tolist()):
-        for j, expert in enumerate(chosen):
-            gate, other = (x[token].float() @ up[expert].t() + up_bias[expert]).chunk(2)
-            gate, other = gate.clamp(max=7), other.clamp(-7, 7)
-            if activation == MoEActivation.SILU:
-                h = torch.nn.functional.silu(gate) * other
-            else:
-                h = gate * torch.sigmoid(1.702 * gate) * (other + 1)
-            if expert >= 0:
-                wanted[token] += shares[token, j] * (h @ down[expert].t() + down_bias[expert])
+    shares = torch.rand(5, 2, device=device)
+    numbers = {} if activation == MoEActivation.SILU else {"alpha": 1.702, "beta": 1.0}
+    wanted = experts_of_tokens(x, ids, shares, *wide, limit=7.0, **numbers)
     assert relative_error(run_experts(experts, x, w1, w2, shares, ids, activation=activation), wanted) < 0.08
 
 

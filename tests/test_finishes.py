@@ -42,6 +42,10 @@ def test_activations_are_torchs(activation):
     )
 
 
+def test_gelu_of_minus_infinity_is_0_as_kernels_have_it():
+    assert finished(torch.tensor([[-torch.inf, -100.0]]).double(), None, "gelu").tolist() == [[0.0, 0.0]]
+
+
 @pytest.mark.parametrize("sizes", [(5, 16, 0), (0, 16, 128), (5, 0, 128)])
 @pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
 def test_of_nothing_is_what_becomes_of_the_bias(sizes, activation):

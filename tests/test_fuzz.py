@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import campaign
 import changes
-import fuzz_all
+import fuzz
 import fuzz_casts
 import fuzz_formats
 import fuzz_gpu
@@ -98,7 +98,7 @@ def run(tmp_path, capsys, monkeypatch, exits):
         path = tmp_path / "report.json"
         defaults = ["--device", "cpu", "--seed", seed, "--rounds", str(rounds), *options, "--out", str(path)]
         capsys.readouterr()
-        status = module.main([*defaults, *arguments])
+        status = fuzz.main([name, *defaults, *arguments])
         report = json.loads(path.read_text())
         assert json.loads(capsys.readouterr().out) == report
         return status, report
@@ -501,7 +501,7 @@ def test_a_hang_ends_the_run_and_says_which_call(monkeypatch, tmp_path, exits):
     monkeypatch.setattr(fuzz_gpu, "USUAL", SMALL)
     path = tmp_path / "report.json"
     with pytest.raises(Left, match=f"^{HANG}$"):
-        fuzz_gpu.main(["--device", "cpu", "--configs", "70", "--serial", "--out", str(path)])
+        fuzz.main(["gpu", "--device", "cpu", "--configs", "70", "--serial", "--out", str(path)])
     report = json.loads(path.read_text())
     assert (report["hangs"], report["ok"], report["rounds"]) == (1, False, 0)
     assert re.fullmatch(r"round 0: \d+x\d+x\d+ Use\(.*config=.*\) Places\(.*\) \[.*\]", report["findings"][0]["draw"])
@@ -543,11 +543,11 @@ def test_bounded_waits_and_the_seed_are_set_first(monkeypatch):
     assert os.environ[campaign.BOUNDED_WAITS] == "1" and chosen.seed == 3
 
 
-@pytest.mark.parametrize("driver", ["fuzz_gpu.py", "fuzz_all.py", "stress.py"])
+@pytest.mark.parametrize("driver", ["fuzz.py gpu", "fuzz.py", "stress.py"])
 @pytest.mark.skipif(missing_hopper() is None, reason="there is a Hopper GPU")
 def test_without_a_gpu_nothing_is_claimed(driver, tmp_path):
     path = tmp_path / "report.json"
-    command = [sys.executable, os.path.join(os.path.dirname(__file__), driver), "--out", str(path)]
+    command = [sys.executable, *os.path.join(os.path.dirname(__file__), driver).split(), "--out", str(path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == UNUSABLE and "needs a Hopper GPU" in done.stderr
@@ -575,13 +575,13 @@ def run_all(tmp_path, monkeypatch, capsys):
     """Run stand-ins of these texts; the status and the report."""
 
     def start(*arguments: str, **texts: str) -> tuple[int, dict]:
-        monkeypatch.setattr(fuzz_all, "TESTS", tmp_path)
-        monkeypatch.setattr(fuzz_all, "COMMANDS", {name: (f"{name}.py", "--configs", "9") for name in texts})
+        monkeypatch.setattr(fuzz, "TESTS", tmp_path)
+        monkeypatch.setattr(fuzz, "COMMANDS", {name: (f"{name}.py", "--configs", "9") for name in texts})
         for name, text in texts.items():
             (tmp_path / f"{name}.py").write_text(PROLOGUE + text)
         path = tmp_path / "all.json"
         defaults = ["--device", "cpu", "--seed", "5", "--seconds", "20", "--out", str(path)]
-        status = fuzz_all.main([*defaults, *arguments])
+        status = fuzz.main([*defaults, *arguments])
         report = json.loads(path.read_text())
         assert json.loads(capsys.readouterr().out) == report
         return status, report
@@ -630,7 +630,7 @@ def test_a_hang_is_the_worst(run_all):
     ids=["crash", "no report", "bad end", "idle", "no end"],
 )
 def test_a_process_that_fails_is_found(run_all, monkeypatch, text, kind, said):
-    monkeypatch.setattr(fuzz_all, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(fuzz, "GRACE_SECONDS", 0.5)
     status, report = run_all("--processes", "bad=1", "good=1", "--seconds", "3", bad=text, good="end()")
     assert (status, report["found"]) == (FAILED if kind == "failure" else WRONG, {kind: 1})
     assert report["findings"][0]["process"] == "bad-0" and said in report["findings"][0]["error"]
@@ -647,9 +647,9 @@ def test_limits_are_shared(run_all):
 @pytest.mark.parametrize("text", ["cast=2", "casts", "casts=-1", "casts=x"])
 def test_processes_are_named_and_counted(text):
     with pytest.raises(ValueError, match="write casts=2"):
-        fuzz_all.counts_of([text])
+        fuzz.counts_of([text])
 
 
 def test_every_fuzzer_is_there():
-    assert set(fuzz_all.PROCESSES) | {"stress"} == set(fuzz_all.COMMANDS)
-    assert all((fuzz_all.TESTS / script).exists() for script, *_ in fuzz_all.COMMANDS.values())
+    assert set(fuzz.PROCESSES) | {"stress"} == set(fuzz.COMMANDS)
+    assert all((fuzz.TESTS / script).exists() for script, *_ in fuzz.COMMANDS.values())

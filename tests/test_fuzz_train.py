@@ -2,10 +2,11 @@
 
 from random import Random
 
+import fuzz
 import fuzz_train
 import pytest
 import torch
-from fuzz_train import check, draw, main
+from fuzz_train import check, draw
 
 from deep_tile.train import experts as of_experts  # noqa: F401  (loads the package's modules)
 from deep_tile.train import linear as of_layers  # noqa: F401
@@ -29,7 +30,7 @@ def found(one):
 
 @pytest.mark.gpu
 def test_nothing_is_found_on_a_gpu(capsys):
-    assert main(["--seconds", "20"]) == 0, capsys.readouterr().out
+    assert fuzz.main(["train", "--seconds", "20"]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", ["linear", "linears", "mlp", "pair", "experts"])

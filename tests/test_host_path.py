@@ -294,9 +294,7 @@ def entries():
 
 
 def test_warm_calls_take_no_memory(run_pretending):
-    shown, _ = run_pretending(
-        MEMORY
-        + """
+    code = """
 os.environ["FAKE_DRIVER_QUIET"] = "1"
 plan_ = prepare(**good)
 def call():
@@ -313,7 +311,7 @@ for _ in range(34_000):
 show(resident_bytes() - before)
 show(*entries())
 """
-    )
+    shown, _ = run_pretending(MEMORY + code)
     assert int(shown[0]) < 1 << 20
     assert shown[1] == "1 2"
 
@@ -323,9 +321,7 @@ def test_many_signatures_take_bounded_memory(run_pretending):
 
     An eighth of what are remembered otherwise; test_host_path_gpu.py has them all.
     """
-    shown, _ = run_pretending(
-        MEMORY
-        + """
+    code = """
 os.environ["FAKE_DRIVER_QUIET"] = "1"
 show(launches.MAX_SIGNATURES)
 launches.MAX_SIGNATURES //= 8
@@ -343,7 +339,7 @@ for num_sms in range(1, 101):
 show(most, resident_bytes() - before)
 show(*entries())
 """
-    )
+    shown, _ = run_pretending(MEMORY + code)
     assert shown[0] == "65536"
     most, grown = map(int, shown[1].split())
     assert 8_100 < most <= 8_192
@@ -468,9 +464,7 @@ attempt(fp8_grouped_gemm, **listed | {"constant_weights": True}, offs=offs)
 @EITHER_WAY
 def test_plan(run_pretending, setup, path):
     """It prepares once, launches nothing by itself, and binds the weights."""
-    shown, launched = run_pretending(
-        setup
-        + """
+    code = """
 weights = torch.nn.Parameter(b, requires_grad=False)
 plan_ = prepare(a, a_scale, weights, b_scale, out, constant_weights=True)
 show(*paths)
@@ -484,18 +478,14 @@ show(result.dtype, tuple(result.shape), result.is_contiguous())
 for call in ((a, a_scale, out), other):
     show(*(x.data_ptr() for x in (*call, b, b_scale)))
 """
-    )
+    shown, launched = run_pretending(setup + code)
     assert shown[:4] == ["prepare_launch", path, path, "True True True 64"]
     assert re.fullmatch(r"<deep_tile\.Plan m=5 n=128 k=256 fp8_gemm_\S+>", shown[4])
     assert shown[5] == "torch.bfloat16 (5, 128) True"
     assert len(launched) == 4
     for line, launch in zip(shown[6:8], launched, strict=False):
         a, a_scale, out, b, b_scale = map(int, line.split())
-        assert (launch.map_address("a_maps"), launch.map_address("b_maps"), launch.map_address("out_maps")) == (
-            a,
-            b,
-            out,
-        )
+        assert [launch.map_address(name) for name in ("a_maps", "b_maps", "out_maps")] == [a, b, out]
         assert [launch.params[name] for name in ("a_scale", "b_scale", "out")] == [a_scale, b_scale, out]
     assert all("pdl 1" in launch.line and launch.params["early_b"] == 1 for launch in launched[:3])
 
@@ -538,14 +528,8 @@ show(aligned.data_ptr() % 16, moved.data_ptr() % 16, aligned.stride() == moved.s
 @EITHER_SETUP
 def test_scales_are_copied_in_bulk_where_they_are_aligned(run_pretending, setup):
     """An unaligned scale has another signature."""
-    shown, launched = run_pretending(
-        setup
-        + SCALES
-        + """
-for scale in (aligned, moved, aligned, moved, a_scale):
-    fp8_gemm(a, scale, b, b_scale, out)
-"""
-    )
+    code = "for scale in (aligned, moved, aligned, moved, a_scale): fp8_gemm(a, scale, b, b_scale, out)"
+    shown, launched = run_pretending(setup + SCALES + code)
     assert shown == ["0 4 True"]
     assert [launch.params["bulk_scale_rows"] for launch in launched] == [5, 0, 5, 0, 0]
 
@@ -553,16 +537,13 @@ for scale in (aligned, moved, aligned, moved, a_scale):
 @EITHER_SETUP
 @pytest.mark.parametrize(("example", "rows"), [("aligned", [5, 0, 5, 0]), ("moved", [0] * 4)])
 def test_plan_takes_scales_that_begin_anywhere(run_pretending, setup, example, rows):
-    shown, launched = run_pretending(
-        setup
-        + SCALES
-        + f"""
+    code = f"""
 plan_ = prepare(a, {example}, b, b_scale, out, num_sms=7)
 for scale in (aligned, moved, aligned, moved):
     plan_(a, scale, out)
 show(*(scale.data_ptr() for scale in (aligned, moved)))
 """
-    )
+    shown, launched = run_pretending(setup + SCALES + code)
     assert [launch.params["bulk_scale_rows"] for launch in launched] == rows
     assert [launch.params["a_scale"] for launch in launched] == [int(x) for x in shown[1].split()] * 2
     assert len({launch.line.partition("params")[0].partition("stream")[0] for launch in launched}) == 1

@@ -251,6 +251,13 @@ def test_missing_cuda_core_names_the_remedy(directory, monkeypatch):
         load()
 
 
+def test_an_interrupted_import_is_told_as_such(directory, monkeypatch):
+    """As Ctrl-C leaves it: modules of Cython are imported once in a process."""
+    monkeypatch.delattr("cuda.core.Program")
+    with pytest.raises(RuntimeError, match=r"cannot import name 'Program'.* start another process"), compiles(0):
+        load()
+
+
 def test_nvrtc_version_is_that_of_the_library():
     assert jit.nvrtc_version().split(".")[:2] == jit._loaded_nvrtc_version().split(".")
 
@@ -639,9 +646,21 @@ def test_directory_open_to_everybody_inside_the_cache_is_refused(directory, inne
     entry = stored_entry(directory)
     open_to_all = entry.parent if inner == "entries/xx" else directory / inner
     open_to_all.chmod(0o777)
+    directory.chmod(0o755)
     with pytest.raises(PermissionError, match="every user") as error, compiles(0):
         load()
     assert f"cache directory {open_to_all} " in str(error.value)
+
+
+def test_a_cache_made_without_a_umask_serves(directory):
+    before = os.umask(0)
+    try:
+        entry = stored_entry(directory)
+    finally:
+        os.umask(before)
+    assert entry.parent.stat().st_mode & 0o002
+    with compiles(0):
+        load()
 
 
 # --- many at once

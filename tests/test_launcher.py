@@ -429,9 +429,7 @@ def test_launches_of_a_tuple_follow_each_other(run_on_fake_driver):
 
 def test_a_tuple_of_launches_is_refused_as_a_whole(run_on_fake_driver):
     """Nothing is launched if the last launch cannot use an address, or an element is no launch."""
-    out = run_on_fake_driver(
-        CHAIN
-        + """
+    code = """
 other = launcher.prepare(load(), **LAUNCH | {"names": ("a",), "pointers": (), "maps": ()})
 unaligned = launcher.prepare(load(), **LAUNCH | {"maps": ()})
 begin()
@@ -441,8 +439,7 @@ for chain in ((unaligned, first), (first, other), (first, None), (), (first,) * 
     except (TypeError, ValueError) as error:
         print(type(error).__name__, error)
 """
-    )
-    lines = out.split("---\n")[1].splitlines()
+    lines = run_on_fake_driver(CHAIN + code).split("---\n")[1].splitlines()
     wanted = "prepared is {}, want the Launch that prepare() returned, or a tuple of 1 to 4 of them"
     assert lines[:4] == [
         "ValueError launch: the address of a is 8 modulo 16, want a multiple of 16 for TMA",
@@ -454,20 +451,15 @@ for chain in ((unaligned, first), (first, other), (first, None), (), (first,) * 
 
 
 def test_the_first_failure_ends_a_tuple_of_launches(run_on_fake_driver):
-    out = run_on_fake_driver(
-        CHAIN
-        + """
+    code = """
 try:
     launcher.launch((first, second), ADDRESSES, 0)
 except RuntimeError as error:
     print("error:", error, flush=True)
-""",
-        FAKE_DRIVER_FAIL="cuLaunchKernelEx=1",
-    )
-    assert (
-        sum(line.startswith("cuLaunchKernelEx 0x") for line in out.splitlines()) == 1
-        and "error: cuLaunchKernelEx failed for kernel gemm" in out
-    )
+"""
+    out = run_on_fake_driver(CHAIN + code, FAKE_DRIVER_FAIL="cuLaunchKernelEx=1")
+    assert sum(line.startswith("cuLaunchKernelEx 0x") for line in out.splitlines()) == 1
+    assert "error: cuLaunchKernelEx failed for kernel gemm" in out
     assert out.count("cuCtxPushCurrent") == out.count("cuCtxPopCurrent")
 
 
@@ -631,7 +623,7 @@ for thread in threads: thread.join()
 
 
 @pytest.mark.parametrize(
-    ("code", "failure", "message"),
+    ("call", "failure", "message"),
     [
         ("load()", "cuInit=100",
          r"cuInit failed for kernel gemm: .*\(100\).*; no NVIDIA GPU is visible: check nvidia-smi"),
@@ -653,18 +645,16 @@ for thread in threads: thread.join()
         ("load()", "cuInit=9999", r"cuInit failed for kernel gemm: unknown error \(9999\), no description"),
     ],
 )  # fmt: skip
-def test_driver_failures_say_what_and_why(run_on_fake_driver, code, failure, message):
-    out = run_on_fake_driver(
-        f"""
+def test_driver_failures_say_what_and_why(run_on_fake_driver, call, failure, message):
+    code = f"""
 def launch():
     launcher.launch(launcher.prepare(load(), **LAUNCH), ADDRESSES, 0)
 try:
-    {code}
+    {call}
 except RuntimeError as error:
     print("error:", error, flush=True)
-""",
-        FAKE_DRIVER_FAIL=failure,
-    )
+"""
+    out = run_on_fake_driver(code, FAKE_DRIVER_FAIL=failure)
     assert re.search("error: .*" + message, out), out
     assert out.count("cuCtxPushCurrent") == out.count("cuCtxPopCurrent"), "the caller's context must come back"
 
@@ -711,11 +701,7 @@ for attempt in range(2):
 # A tensor library in a few lines: DLPack's C exchange API around Python functions.
 GPU_MEMORY = 0x700000000
 
-MADE_UP_TENSORS = (
-    f"""
-GPU_MEMORY = {GPU_MEMORY}
-"""
-    + """
+MADE_UP_TENSORS = f"GPU_MEMORY = {GPU_MEMORY}" + """
 class View(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p), ("device", ctypes.c_int * 2), ("rank", ctypes.c_int32),
@@ -758,8 +744,7 @@ def tensor_type(table, name=b"dlpack_exchange_api"):
 
 table = exchange()
 Typed = tensor_type(table)
-"""
-)
+"""  # fmt: skip
 
 CALL = """
 print(launcher.read_tensors_of(Typed), flush=True)
@@ -887,9 +872,7 @@ begin()
 
 def test_what_is_not_plain_is_left_to_python(run_with_tensors):
     """Keys that a plain tensor lacks are in nothing that DLPack tells."""
-    lines = run_with_tensors(
-        KEYED_TENSORS
-        + """
+    code = """
 for name in GOOD:
     for keys in (0b111, 0, 0b1011, 1 << 63):
         tensors = call(kind=keyed, **{name: {"keys": keys}})
@@ -897,7 +880,7 @@ for name in GOOD:
 attempt(launcher.launch_known, known, OPTIONS, *call(kind=keyed, a={"keys": 8}))
 attempt(launcher.launch_known, known, OPTIONS, *call(kind=keyed))
 """
-    )
+    lines = run_with_tensors(KEYED_TENSORS + code)
     after = lines[lines.index("---") + 1 :]
     assert after[:20] == ["(True, True)", "(True, True)", "(False, False)", "(False, False)"] * 5
     assert after[20] == "False"
@@ -1011,9 +994,7 @@ print("done")
 
 def test_types_without_the_exchange_api(run_on_fake_driver):
     """Types without the table are skipped; an older table of the same library is found behind a newer one."""
-    out = run_on_fake_driver(
-        MADE_UP_TENSORS
-        + """
+    code = """
 print(launcher.read_tensors_of(int))
 for table in (exchange(version=(2, 0)), exchange(version=(0, 8)), exchange(view=None)):
     print(launcher.read_tensors_of(tensor_type(table)))
@@ -1022,22 +1003,18 @@ print(launcher.read_tensors_of(type("Odd", (), {"__dlpack_c_exchange_api__": 7})
 first = exchange()
 print(launcher.read_tensors_of(tensor_type(exchange(version=(2, 0), older=ctypes.addressof(first)))))
 """
-    )
-    assert out.split() == ["False"] * 6 + ["True"]
+    assert run_on_fake_driver(MADE_UP_TENSORS + code).split() == ["False"] * 6 + ["True"]
 
 
 def test_room_for_few_types(run_on_fake_driver):
-    out = run_on_fake_driver(
-        MADE_UP_TENSORS
-        + """
+    code = """
 try:
     for count in range(10):
         launcher.read_tensors_of(tensor_type(table))
 except ValueError as error:
     print(count, error)
 """
-    )
-    assert out == "4 read_tensors_of: there is room for 4 types\n"
+    assert run_on_fake_driver(MADE_UP_TENSORS + code) == "4 read_tensors_of: there is room for 4 types\n"
 
 
 # ---- what it believes of DLPack and of the driver
@@ -1075,15 +1052,19 @@ SAME_TYPE(DLPackCurrentWorkStream, int (*)(DLDeviceType, int32_t, void **));
 """
 
 
+def assert_compiles(text: str, include: Path) -> None:
+    options = ["-std=gnu11", "-fsyntax-only", f"-I{ROOT}", f"-I{include}", "-xc", "-"]
+    check = subprocess.run([*COMPILER, *options], input=text, capture_output=True, text=True)
+    assert check.returncode == 0, check.stderr
+
+
 def test_declarations_agree_with_dlpack_h():
     import torch
 
     include = Path(torch.__file__).parent / "include"
     if "DLPackExchangeAPI" not in (include / "ATen" / "dlpack.h").read_text():
         pytest.skip(f"the dlpack.h of torch {torch.__version__} has no C exchange API")
-    options = ["-std=gnu11", "-fsyntax-only", f"-I{ROOT}", f"-I{include}", "-xc", "-"]
-    check = subprocess.run([*COMPILER, *options], input=DLPACK_AGREEMENT, capture_output=True, text=True)
-    assert check.returncode == 0, check.stderr
+    assert_compiles(DLPACK_AGREEMENT, include)
 
 
 AGREEMENT = """
@@ -1105,29 +1086,13 @@ SAME(MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE);
 SAME(MAP_SWIZZLE_128B, CU_TENSOR_MAP_SWIZZLE_128B);
 SAME(MAP_L2_PROMOTION_256B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 SAME(MAP_OOB_FILL_ZEROS, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-SAME(ERROR_NOT_INITIALIZED, CUDA_ERROR_NOT_INITIALIZED);
-SAME(ERROR_NO_DEVICE, CUDA_ERROR_NO_DEVICE);
-SAME(ERROR_INVALID_DEVICE, CUDA_ERROR_INVALID_DEVICE);
-SAME(ERROR_INVALID_IMAGE, CUDA_ERROR_INVALID_IMAGE);
-SAME(ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_NO_BINARY_FOR_GPU);
-SAME(ERROR_INVALID_SOURCE, CUDA_ERROR_INVALID_SOURCE);
-SAME(ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_HANDLE);
-SAME(ERROR_NOT_FOUND, CUDA_ERROR_NOT_FOUND);
-SAME(ERROR_ECC_UNCORRECTABLE, CUDA_ERROR_ECC_UNCORRECTABLE);
-SAME(ERROR_NVLINK_UNCORRECTABLE, CUDA_ERROR_NVLINK_UNCORRECTABLE);
-SAME(ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_ILLEGAL_ADDRESS);
-SAME(ERROR_LAUNCH_TIMEOUT, CUDA_ERROR_LAUNCH_TIMEOUT);
-SAME(ERROR_ASSERT, CUDA_ERROR_ASSERT);
-SAME(ERROR_HARDWARE_STACK_ERROR, CUDA_ERROR_HARDWARE_STACK_ERROR);
-SAME(ERROR_ILLEGAL_INSTRUCTION, CUDA_ERROR_ILLEGAL_INSTRUCTION);
-SAME(ERROR_MISALIGNED_ADDRESS, CUDA_ERROR_MISALIGNED_ADDRESS);
-SAME(ERROR_INVALID_ADDRESS_SPACE, CUDA_ERROR_INVALID_ADDRESS_SPACE);
-SAME(ERROR_INVALID_PC, CUDA_ERROR_INVALID_PC);
-SAME(ERROR_LAUNCH_FAILED, CUDA_ERROR_LAUNCH_FAILED);
-#if CUDA_VERSION >= 13000
-SAME(ERROR_CONTAINED, CUDA_ERROR_CONTAINED);
-SAME(ERROR_TENSOR_MEMORY_LEAK, CUDA_ERROR_TENSOR_MEMORY_LEAK);
+
+#if CUDA_VERSION < 13000
+#define CUDA_ERROR_CONTAINED ERROR_CONTAINED
+#define CUDA_ERROR_TENSOR_MEMORY_LEAK ERROR_TENSOR_MEMORY_LEAK
 #endif
+#define SAME_ERROR(name, result, remedy) SAME(ERROR_##name, CUDA_ERROR_##name);
+DRIVER_ERRORS(SAME_ERROR)
 
 SAME(sizeof(LaunchAttribute), sizeof(CUlaunchAttribute));
 SAME(offsetof(LaunchAttribute, value), offsetof(CUlaunchAttribute, value));
@@ -1149,6 +1114,4 @@ _Static_assert(__builtin_types_compatible_p(GetProcAddress, __typeof__(&cuGetPro
 
 @pytest.mark.skipif(not (CUDA_INCLUDE / "cuda.h").exists(), reason=f"no cuda.h in {CUDA_INCLUDE}")
 def test_declarations_agree_with_cuda_h():
-    options = ["-std=gnu11", "-fsyntax-only", f"-I{ROOT}", f"-I{CUDA_INCLUDE}", "-xc", "-"]
-    check = subprocess.run([*COMPILER, *options], input=AGREEMENT, capture_output=True, text=True)
-    assert check.returncode == 0, check.stderr
+    assert_compiles(AGREEMENT, CUDA_INCLUDE)

@@ -4,6 +4,7 @@
 """
 
 import inspect
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -419,9 +420,9 @@ def test_fakes_without_their_mode_are_refused(name):
 
 
 VALUES = {
-    "to_blocks": (deep_tile.to_blocks, lambda: (torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.ones(1, 4))),
+    "to_blocks": (deep_tile.to_blocks, lambda: (torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))),
     "pad_shard": (deep_tile.pad_shard, lambda: (torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))),
-    "pack_weight": (deep_tile.pack_weight, lambda: (torch.zeros(2, 16, 64).byte(), torch.ones(2, 16, 4).byte())),
+    "pack_weight": (deep_tile.pack_weight, lambda: (torch.zeros(16, 64).byte(), torch.ones(16, 4).byte())),
     "unpack_weight": (deep_tile.unpack_weight, lambda: (torch.zeros(16, 68).byte(), torch.ones(1, 1))),
 }
 """Calls that read the values of weights."""
@@ -501,6 +502,7 @@ def test_not_loaded_kernels_are_told_by_the_call():
     error = launches.NotLoaded("kernel", "fp8_gemm", ", or deep_tile.precompile,").of("fp8_linear")
     assert str(error).startswith("kernel is not loaded yet")
     assert str(error).endswith("call fp8_linear once with these shapes, or deep_tile.precompile, before the capture")
+    assert str(pickle.loads(pickle.dumps(error)).of("gemm")) == str(error.of("gemm"))  # as from a worker of a pool
 
 
 # ---- functions and their ops

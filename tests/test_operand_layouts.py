@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+import changes
 import numpy as np
 import pytest
 import torch
@@ -23,10 +24,11 @@ from deep_tile.config import MMA_M, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import LAYOUTS
 from deep_tile.problem import GemmProblem
 
-pytestmark = pytest.mark.about(
+STEP = changes.share_of(
     *("include/deep_tile/*", "tests/host_*.h", "deep_tile/codegen.py", "deep_tile/params.py", "deep_tile/plan.py"),
-    *("deep_tile/config.py", "deep_tile/kinds.py", "deep_tile/dense.py", "csrc/*"),
+    *("deep_tile/config.py", "deep_tile/kinds.py", "deep_tile/dense.py", "csrc/*", "tests/test_operand_layouts.py"),
 )
+"""One in so many configs is compiled and tested."""
 
 ASSEMBLY = {
     r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.2d\.shared::cluster\.global[^"]*\.multicast::cluster"': (
@@ -154,7 +156,7 @@ CONFIGS = [
     GemmConfig(**tile, stages=2, store_buffers=1, kind=("bf16", "fp16")[number % 2], layout=layout)
     for layout in LAYOUTS
     for number, tile in enumerate((*TILES, *TRANSPOSED_TILES))
-]
+][::STEP]
 
 
 @pytest.fixture(scope="module")

@@ -24,13 +24,14 @@ class Model(nn.Module):
         return self.layers(x)
 
 
-def make(dtype=torch.float32, **options):
+def make(dtype=torch.float32, autocast_adapter_dtype=True, **options):
     from deep_tile.integrations.peft import register
 
     torch.manual_seed(0)
     base = Model().to(dtype).requires_grad_(False)
     deep_tile.nn.replace_linears(base)
-    return base, peft.get_peft_model(copy.deepcopy(base), register(peft.LoraConfig(**WANTED, **options)))
+    config = register(peft.LoraConfig(**WANTED, **options))
+    return base, peft.get_peft_model(copy.deepcopy(base), config, autocast_adapter_dtype=autocast_adapter_dtype)
 
 
 def train(model, steps=8, dtype=torch.float32):
@@ -54,6 +55,21 @@ def test_adapters_train_and_weights_stay(dtype):
     assert losses[-1] < 0.8 * losses[0]
     for i in (0, 2):
         assert same_bits(model.base_model.model.layers[i].base_layer.weight, base.layers[i].weight)
+
+
+@pytest.mark.parametrize("autocast_adapter_dtype", [True, False])
+def test_adapters_are_drawn_and_combined_in_their_own_dtype(autocast_adapter_dtype):
+    _, model = make(autocast_adapter_dtype=autocast_adapter_dtype)
+    model.add_adapter("other", model.peft_config["default"])
+    model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", combination_type="linear")
+    for adapter in ("default", "other", "both"):
+        drawn = model.base_model.model.layers[0].lora_A[adapter].weight.detach()
+        assert drawn.dtype == torch.float32 and not torch.equal(drawn, drawn.to(torch.float8_e4m3fn).float())
+
+
+def test_dora_is_refused_by_name():
+    with pytest.raises(ValueError, match="use_dora is True"):
+        make(use_dora=True)
 
 
 def test_saved_and_loaded(tmp_path):

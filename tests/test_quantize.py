@@ -6,6 +6,7 @@ Layouts, options and odd values are in test_drawn_casts.py, what is refused in t
 import itertools
 import re
 
+import changes
 import numpy as np
 import pytest
 import torch
@@ -156,14 +157,16 @@ def test_dequantize_widens_scales_exactly(dtype):
     assert torch.equal(dequantize(x, scale).nan_to_num(7), (x.double() * scale.double()).float().nan_to_num(7))
 
 
-EACH_KERNEL = pytest.mark.parametrize("kernel", kernels.all_kernels(), ids=lambda kernel: kernel.name)
+OF_CASTS = (*changes.OF_KERNELS, "deep_tile/cast.py", "tests/test_quantize.py")
+COMPILED = kernels.all_kernels()[:: changes.share_of(*OF_CASTS)]
+EACH_KERNEL = pytest.mark.parametrize("kernel", COMPILED, ids=lambda kernel: kernel.name)
 
 
 @pytest.fixture(scope="session")
 def compiled(made_once):
     """Compiled kernels by name, and in the cache."""
 
-    return made_once("streaming_kernels", lambda: compile_all(kernels.all_kernels()))
+    return made_once("streaming_kernels", lambda: compile_all(COMPILED))
 
 
 def compile_all(kernels):
@@ -187,9 +190,6 @@ def listings(compiled, made_once, tmp_path_factory):
     return made_once("streaming_listings", disassemble_all)
 
 
-@pytest.mark.about(
-    "include/deep_tile/*", "deep_tile/codegen.py", "deep_tile/cast.py", "deep_tile/params.py", "deep_tile/jit.py"
-)
 @EACH_KERNEL
 def test_kernel_compiles_clean(kernel, compiled):
     text = streaming_source(kernel)

@@ -132,7 +132,7 @@ def test_a_sanitizer_is_run_and_its_findings_fail(tmp_path, monkeypatch):
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    """A stand-in for fuzz_gpu.py or stress.py, of this text, where the drivers are."""
+    """A stand-in for fuzz.py or stress.py, of this text, where the drivers are."""
     monkeypatch.setattr(run_gpu, "TESTS", tmp_path)
 
     def write(text: str) -> None:

@@ -1,6 +1,7 @@
 """Environment variables: defaults, precedence, refusals. No GPU."""
 
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -151,6 +152,8 @@ def test_bad_value_names_variable_and_value(monkeypatch, name, value, read):
         read()
     assert name in str(error.value)
     assert repr(value) in str(error.value)
+    sent = pickle.loads(pickle.dumps(error.value))  # as from a worker of a pool
+    assert (str(sent), sent.remedy) == (str(error.value), error.value.remedy)
 
 
 @pytest.mark.parametrize("variable", settings.VARIABLES, ids=lambda variable: variable.name)

@@ -13,6 +13,7 @@ from helpers import same_bits
 from test_train import ALL, defined, make_layer, small_model, stepped, trained
 from test_train_mlp import Gated
 from torch import nn
+from torch.autograd import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import deep_tile
@@ -54,6 +55,14 @@ def test_a_gradient_penalty_is_refused(call):
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="first-order. For a gradient penalty"):
         (y.sum() + dx.square().sum()).backward()
+
+
+@pytest.mark.parametrize("product", [functional.hvp, functional.jvp])
+@pytest.mark.parametrize("call", (CALLS | FROZEN).values(), ids=CALLS | FROZEN)
+def test_products_with_second_derivatives_are_refused(call, product):
+    """torch takes a gradient for a constant from which no graph leads back to what it is differentiated by."""
+    with pytest.raises(RuntimeError, match="first-order"):
+        product(lambda x: call(x).square().sum(), X, X)
 
 
 def test_a_graph_of_gradients_that_nobody_differentiates():

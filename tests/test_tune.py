@@ -51,6 +51,18 @@ def forgetful(monkeypatch, tmp_path):
     forget()
 
 
+@pytest.fixture
+def keep(forgetful):
+    """Store a choice and forget that none was there."""
+
+    def store(config, key=KEY, num_sms=132):
+        path = tuned.store(GPU, num_sms, {key: tuned.Choice(config, 12.5)})
+        forgetful()
+        return path
+
+    return store
+
+
 def another_config(problem=PROBLEM):
     """A default config that the selector does not choose by itself."""
     return candidates(problem)[3][1]
@@ -62,10 +74,9 @@ def install_gpu(tmp_path, model):
     (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 42\nGPU UUID: \t GPU-1\n")
 
 
-def test_stored_choice_is_chosen(forgetful):
+def test_stored_choice_is_chosen(keep):
     config = another_config()
-    path = tuned.store(GPU, 132, {KEY: tuned.Choice(config, 12.5)})
-    forgetful()
+    path = keep(config)
     assert path == settings.cache_dir() / "tuned" / "NVIDIA_H200.json"
     assert json.loads(path.read_text())["choices"][KEY]["us"] == 12.5
     assert tuned_choice(PROBLEM, tuned.configs(132)) == config
@@ -74,26 +85,23 @@ def test_stored_choice_is_chosen(forgetful):
     assert config in plan.configs_for(GemmProblem(1, 7168, 2048), 200)
 
 
-def test_choice_holds_for_its_bucket_and_number_of_sms_only(forgetful):
+def test_choice_holds_for_its_bucket_and_number_of_sms_only(keep):
     others = [PROBLEM._replace(m=64), PROBLEM._replace(n=7160), PROBLEM._replace(num_sms=131)]
     before = [plan.config_for(problem) for problem in others]
-    tuned.store(GPU, 132, {KEY: tuned.Choice(another_config(), 1.0)})
-    forgetful()
+    keep(another_config())
     assert [plan.config_for(problem) for problem in others] == before
 
 
-def test_config_beside_the_default_ones_is_chosen(forgetful):
+def test_config_beside_the_default_ones_is_chosen(keep):
     config = next(c for c in tune.variants(another_config()) if c not in default_configs())
-    tuned.store(GPU, 132, {KEY: tuned.Choice(config, 1.0)})
-    forgetful()
+    keep(config)
     assert plan.config_for(PROBLEM) == config
     assert [c for _, c in candidates(PROBLEM, own=config)].count(config) == 1
 
 
-def test_split_k_is_not_forced_on_a_batch_invariant_call(forgetful):
+def test_split_k_is_not_forced_on_a_batch_invariant_call(keep):
     config = next(c for _, c in candidates(PROBLEM) if c.split_k > 1)
-    tuned.store(GPU, 132, {KEY: tuned.Choice(config, 1.0)})
-    forgetful()
+    keep(config)
     assert plan.config_for(PROBLEM) == config
     assert plan.config_for(PROBLEM._replace(split_k=False)).split_k == 1
 
@@ -102,7 +110,7 @@ def another_grouped_config(problem=GROUPED):
     return grouped_candidates(problem)[2][1]
 
 
-def test_choice_of_groups_holds_for_their_bucket(forgetful):
+def test_choice_of_groups_holds_for_their_bucket(keep):
     config, mean = another_grouped_config(), GROUPED.groups._replace
     others = [
         *(GROUPED._replace(groups=mean(expected_rows=rows)) for rows in (384, 513)),
@@ -112,8 +120,7 @@ def test_choice_of_groups_holds_for_their_bucket(forgetful):
     ]
     before = [plan.config_for(problem) for problem in others]
     assert config not in before
-    tuned.store(GPU, 132, {GROUPED_KEY: tuned.Choice(config, 1.0)})
-    forgetful()
+    keep(config, GROUPED_KEY)
     assert [plan.config_for(problem) for problem in others] == before
     for rows in (385, 450, 512):
         assert plan.config_for(GROUPED._replace(m=8 * rows, groups=mean(expected_rows=rows))) == config
@@ -126,7 +133,7 @@ def test_choice_of_groups_holds_for_their_bucket(forgetful):
     assert deep_tile.explain_groups(8, 512, 4096, 7168, hardware="H20")["config"] != config.name
 
 
-def test_clusters_along_k_are_not_forced_on_few_sms_or_any_store(forgetful):
+def test_clusters_along_k_are_not_forced_on_few_sms_or_any_store(keep):
     added = {"kind": "fp8_1x128", "output": "fp32", "accumulate": True}
     problem = GemmProblem(4096, 7168, 8 * 512, groups=Groups("k_offs", 8, 512), **added)
     alone = plan.config_for(problem._replace(tma_store=False))
@@ -134,8 +141,7 @@ def test_clusters_along_k_are_not_forced_on_few_sms_or_any_store(forgetful):
     key = bucket_key(group_bucket(problem))
     assert key == "k_offs_8x512x4096x7168_fp8_1x128_fp32_add"
     for num_sms in (132, 1):
-        tuned.store(GPU, num_sms, {key: tuned.Choice(config, 1.0)})
-        forgetful()
+        keep(config, key, num_sms)
         chosen = plan.config_for(problem._replace(num_sms=num_sms))
         assert chosen == config if num_sms == 132 else chosen.cluster == 1
         if num_sms == 132:
@@ -143,10 +149,9 @@ def test_clusters_along_k_are_not_forced_on_few_sms_or_any_store(forgetful):
             assert not plan.config_for(problem._replace(accumulate=False)).accumulate
 
 
-def test_what_is_no_kernel_of_groups_is_not_taken(forgetful):
+def test_what_is_no_kernel_of_groups_is_not_taken(keep):
     before = plan.config_for(GROUPED)
-    tuned.store(GPU, 132, {GROUPED_KEY: tuned.Choice(GemmConfig(256, 64, 4), 1.0)})
-    forgetful()
+    keep(GemmConfig(256, 64, 4), GROUPED_KEY)
     assert plan.config_for(GROUPED) == before
 
 
@@ -163,13 +168,12 @@ def test_buckets_of_rows():
     assert [end(most) for most in ends] == ends
 
 
-def test_own_results_come_before_the_shipped_ones(forgetful):
+def test_own_results_come_before_the_shipped_ones(keep):
     key, shipped = next(iter(cost.calibration().choices.items()))
     problem = GemmProblem(*map(int, key.split("x")))
     assert measured_choice(problem) == shipped
     config = another_config(problem)
-    tuned.store(GPU, 132, {key: tuned.Choice(config, 1.0)})
-    forgetful()
+    keep(config, key)
     assert plan.config_for(problem) == config and config.name != shipped
     assert deep_tile.explain(*problem[:3])["config"] == config.name
 
@@ -245,7 +249,7 @@ def test_named_file_is_read_and_written(forgetful, monkeypatch, tmp_path):
     ],
     ids=lambda text: text[:90],
 )
-def test_broken_file_is_one_warning_and_is_replaced(forgetful, text):
+def test_broken_file_is_one_warning_and_is_replaced(keep, text):
     path = tuned.path_for(GPU)
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -255,11 +259,18 @@ def test_broken_file_is_one_warning_and_is_replaced(forgetful, text):
     assert len(caught) == 1
     config = another_config()
     assert chosen != config
-    tuned.store(GPU, 132, {KEY: tuned.Choice(config, 1.0)})
-    forgetful()
+    keep(config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plan.config_for(PROBLEM) == config
+
+
+def test_a_file_that_users_share_can_be_read_by_them(monkeypatch, tmp_path, forgetful):
+    monkeypatch.setenv("DEEP_TILE_TUNED", str(tmp_path / "shared.json"))
+    forgetful()
+    path = tuned.store(GPU, 132, {KEY: tuned.Choice(another_config(), 2.0)})
+    (tmp_path / "by umask").touch()
+    assert path.stat().st_mode == (tmp_path / "by umask").stat().st_mode
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else():
@@ -527,13 +538,8 @@ def test_command_keeps_what_it_finds_of_groups(monkeypatch, capsys, layout):
     monkeypatch.setattr(cli.deep_tile, "is_available", lambda: (True, ""), raising=False)
     monkeypatch.setattr(tune, "tune_groups", search)
     monkeypatch.setattr(tune, "_properties", properties_of(132))
-    arguments = [
-        "60x4096x7168",
-        "512x4096x7168",
-        "--groups",
-        "8",
-        *(["--grouping", layout] if layout != "offs" else []),
-    ]
+    arguments = ["60x4096x7168", "512x4096x7168", "--groups", "8"]
+    arguments += ["--grouping", layout] if layout != "offs" else []
     expected = [another_grouped_config(tune._group_bucket(layout, 8, rows, 4096, 7168)) for rows in (60, 512)]
     assert cli.main(["tune", *arguments, "--repeats", "5"]) == 1
     assert asked == [(layout, 8, [60, 512], 4096, 7168, "fp8", 5)]
@@ -547,6 +553,15 @@ def test_command_keeps_what_it_finds_of_groups(monkeypatch, capsys, layout):
     assert [plan.config_for(tune._group_bucket(layout, 8, rows, 4096, 7168)) for rows in (60, 512)] == expected
 
 
+def check_search(results, space):
+    """Every config of the space was tried and is right, and what is chosen is used once it is stored."""
+    for result in results:
+        assert result.tried == len(space(result.problem)) and not result.wrong
+        assert 0 < result.choice.us <= result.before_us
+    tune.store(results)
+    assert [plan.config_for(result.problem) for result in results] == [result.choice.config for result in results]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
@@ -558,11 +573,7 @@ def test_search_on_the_gpu(kind, output, wide):
     what = {"kind": kind, "output": output, "wide": wide}
     results = tune.tune(shapes, **what, repeats=3, track=lambda items, *_: items)
     assert [result.problem[:3] for result in results] == [(128, 576, 512), (16, 133, 272)]
-    for result in results:
-        assert result.tried == len(tune.search_space(result.problem, wide)) and not result.wrong
-        assert 0 < result.choice.us <= result.before_us
-    tune.store(results)
-    assert [plan.config_for(result.problem) for result in results] == [result.choice.config for result in results]
+    check_search(results, lambda problem: tune.search_space(problem, wide))
 
 
 @pytest.mark.gpu
@@ -578,11 +589,7 @@ def test_search_of_groups_on_the_gpu(layout, kind):
     results = tune.tune_groups(layout, 5, [20, 30, 200], 576, 512, **what)
     groups = [(5, 24), (5, 32), (5 if layout == "counts" else 4, 256)]
     assert [result.problem.groups for result in results] == [Groups(layout, *of_rows) for of_rows in groups]
-    for result in results:
-        assert result.tried == len(configs_of(result.problem)) and not result.wrong
-        assert 0 < result.choice.us <= result.before_us
-    tune.store(results)
-    assert [plan.config_for(result.problem) for result in results] == [result.choice.config for result in results]
+    check_search(results, configs_of)
 
 
 def test_those_that_may_be_the_fastest_are_timed_apart(monkeypatch):

@@ -236,6 +236,7 @@ def test_precompile(monkeypatch):
     monkeypatch.setattr(plan, "load_kernels", lambda configs, *_: asked.extend(configs))
     done = precompile([(24, 40, 1)], grouping="k_offs", kind="fp8_1x128", out_dtype=torch.float32, accumulate=True)
     assert set(done.configs) == set(asked) == set(grouped_configs("k_offs", True, True))
+    assert precompile([(24, 40, 1)], grouping="k_offs", kind="fp8_1x128", accumulate=True) == done
     with pytest.raises(ValueError, match="grouping is 'k_offs', kind 'fp8', out_dtype None: .* the others: fp8_1x128$"):
         precompile([(24, 40, 1)], grouping="k_offs")
 

@@ -30,7 +30,12 @@ def register(config: LoraConfig) -> LoraConfig:
     Name the layers in `target_modules`: "all-linear" is for torch's own. The forward pass and the gradient of the input
     are products in FP8, that of the base layer and its transpose; adapters train in their own dtype. Needed again for a
     config that is loaded, as peft does not store it.
+
+    Raises:
+        ValueError: the config asks for DoRA, which takes norms of a weight that peft can read.
     """
+    if config.use_dora:
+        raise ValueError("use_dora is True, and peft cannot read a weight in FP8: leave it out, for LoRA itself")
     config._register_custom_module({nn.Linear: LoraLinear})
     return config
 
@@ -40,6 +45,10 @@ class LoraLinear(lora.Linear):
     the codes of before are kept meanwhile, and come back as they were."""
 
     _kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Linear) -> tuple[torch.device, None]:
+        """No dtype: peft would round new adapters to FP8, the weight's."""
+        return base_layer.weight.device, None
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         before = self._codes()

@@ -9,7 +9,6 @@ error: the selector does without.
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -128,13 +127,13 @@ def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    """Write the file atomically, so that a reader never sees half of it."""
+    """Write the file atomically, so that a reader never sees half of it. Its permissions are the umask's: users may
+    share it, and a temporary file of Python's is its owner's alone."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False) as file:
-        try:
-            file.write(json.dumps(data, indent=1) + "\n")
-            file.flush()  # a full disk says so here
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+    replacement = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        replacement.write_text(json.dumps(data, indent=1) + "\n")
+        replacement.replace(path)
+    except OSError:
+        replacement.unlink(missing_ok=True)
+        raise

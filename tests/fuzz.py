@@ -1,17 +1,22 @@
-"""Run all fuzzers side by side on one GPU, several processes of each, and write one report.
+"""Run a fuzzer, or all of them side by side on one GPU, several processes of each, and write one report.
 
-    PYTHONPATH=. python tests/fuzz_all.py --seconds 420 --out all.json [--seed N] [--processes gpu=4 casts=2 stress=1]
+    PYTHONPATH=. python tests/fuzz.py casts --seconds 120 --out casts.json [--seed N] [--first-round R --rounds 1]
+    PYTHONPATH=. python tests/fuzz.py --seconds 420 --out all.json [--seed N] [--processes gpu=4 casts=2 stress=1]
 
-Each process has a seed of its own, from --seed on, and a share of the cores and of the GPU's memory. --seconds counts
-all of it, compilation too, which they share through the cache of kernels. Their reports and what they print lie in a
-folder named after --out. A process that crashes, or has no end, or has done nothing is a finding like any other, and
-each finding of a round says what repeats it.
+fuzz_NAME.py says what each one draws and checks. A round depends on the seed, --configs and its number alone; with
+--serial each call is awaited, and the one that fails is certain.
+
+Side by side, each process has a seed of its own, from --seed on, and a share of the cores and of the GPU's memory;
+--seconds counts compilation too, which they share through the cache of kernels. Their reports and what they print lie
+in a folder named after --out. A process that crashes, or has no end, or has done nothing is a finding like any other,
+and each finding of a round says what repeats it.
 
 Ends with the worst status: 0, or 1 when something was wrong, 3 when a product did not end within 20 s, 4 when the GPU
 or a process failed.
 """
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -23,25 +28,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import campaign
 from campaign import CLEAN, UNUSABLE, Report, begin, parser
 
 TESTS = Path(__file__).resolve().parent
 
-COMMANDS = {
-    "gpu": ("fuzz_gpu.py", "--configs", "200"),
-    "groups": ("fuzz_groups.py",),
-    "kinds": ("fuzz_kinds.py", "--configs", "12"),
-    "casts": ("fuzz_casts.py",),
-    "formats": ("fuzz_formats.py",),
-    "thin": ("fuzz_thin.py",),
-    "logits": ("fuzz_logits.py",),
-    "train": ("fuzz_train.py",),
-    "stress": ("stress.py", "--configs", "64"),
-}
-"""Commands by name. Kernels are so few that 16 cores compile them within a minute or two."""
-
 PROCESSES = {"gpu": 4, "groups": 3, "kinds": 4, "casts": 4, "formats": 2, "logits": 1, "thin": 1, "train": 1}
 """Processes of each fuzzer, for 16 cores. `stress` occupies SMs on purpose, so it runs only on request."""
+
+COMMANDS = {name: ("fuzz.py", name) for name in PROCESSES} | {"stress": ("stress.py", "--configs", "64")}
+COMMANDS["gpu"] += ("--configs", "200")
+COMMANDS["kinds"] += ("--configs", "12")
+"""Commands by name. Kernels are so few that 16 cores compile them within a minute or two."""
 
 COUNTS = ("products", "calls_that_copy", "rounds", "configs")
 """Fields of a process's report that are summed up."""
@@ -164,7 +162,26 @@ def summed(counted: dict[str, dict[str, Any]], report: Report) -> dict[str, Any]
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def run_one(name: str, arguments: list[str]) -> int:
+    """Run a fuzzer in this process."""
+    module = importlib.import_module(f"fuzz_{name}")
+    options = parser(module.__doc__.splitlines()[0], seconds=60)
+    options.add_argument("--first-round", type=int, default=0)
+    options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+    options.add_argument("--serial", action="store_true", help="await each call")
+    if module.Fuzzer.CONFIGS:
+        text = "kernels that are drawn, of each kind if there are several (default: %(default)s)"
+        options.add_argument("--configs", type=int, default=module.Fuzzer.CONFIGS, help=text)
+    chosen = options.parse_args(arguments)
+    if is_unusable(chosen):
+        return UNUSABLE
+    report = Report(f"fuzz of {name}", chosen)
+    rounds = module.Fuzzer(chosen, report)
+    campaign.run_rounds(rounds, chosen, report)
+    return campaign.leave(report.end(**rounds.counts()))
+
+
+def run_all(arguments: list[str]) -> int:
     options = parser(__doc__.splitlines()[0], seconds=420)
     options.add_argument("--processes", nargs="+", help="how many of which, these alone, as in casts=2")
     chosen = options.parse_args(arguments)
@@ -172,9 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
         counts = PROCESSES if chosen.processes is None else counts_of(chosen.processes)
     except ValueError as error:
         options.error(str(error))
-    reason = begin(chosen)
-    if reason:
-        print(f"fuzz_all.py: {reason}", file=sys.stderr)
+    if is_unusable(chosen):
         return UNUSABLE
     report = Report("all fuzzers", chosen)
     with tempfile.TemporaryDirectory() as temporary:
@@ -184,6 +199,19 @@ def main(arguments: list[str] | None = None) -> int:
             wait(processes, chosen.seconds + GRACE_SECONDS)
             counted = {process.name: judge(process, report) for process in processes}
     return report.end(**summed(counted, report))
+
+
+def is_unusable(arguments: argparse.Namespace) -> bool:
+    """Set up the process; print why there can be no run, if so."""
+    reason = begin(arguments)
+    if reason:
+        print(f"fuzz.py: {reason}", file=sys.stderr)
+    return bool(reason)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    return run_one(given[0], given[1:]) if given and given[0] in PROCESSES else run_all(given)
 
 
 if __name__ == "__main__":
