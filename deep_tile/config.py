@@ -475,11 +475,14 @@ class GemmConfig:
 
     @property
     def converter_warps(self) -> int:
-        """Warps that convert a packed `b`: one warpgroup, or two beside a single math warpgroup, which leaves them
-        registers."""
+        """Warps that convert a packed `b`: one warpgroup, or two where each warp has a unit of every stage and math
+        warps leave them registers. Beside two math warpgroups the units must also divide evenly; beside one they need
+        not, as in 64x96 and 64x112 with two scale blocks per stage."""
         if not self.is_packed:
             return 0
-        return 8 if self.chunks == 1 and self.scale_blocks * self.block_n % (8 * UNIT_ROWS) == 0 else 4
+        units = self.scale_blocks * self.block_n // UNIT_ROWS
+        uneven = units % 8 > 0 and self.math_warpgroups > 1
+        return 4 if self.chunks > 1 or units < 8 or uneven else 8
 
     @property
     def scale_warps(self) -> int:

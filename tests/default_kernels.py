@@ -47,7 +47,7 @@ KINDS_CONFIGS = (
     *default_configs(True, "fp8_rows_e5m2_e4m3")[::8],
     *default_configs(True, "mxfp4")[::3],
     *default_configs(True, "nvfp4")[1::6],
-    *default_configs(True, "int4")[2::3],
+    *default_configs(True, "int4")[1::3],
     *default_configs(False, "nvfp4", "fp32")[2::8],
     *grouped_configs("offs", True, kind="mxfp4")[1::3],
     *grouped_configs("counts", True, kind="nvfp4")[5:],

@@ -233,6 +233,18 @@ def test_no_scale_warp_is_a_round_ahead():
     assert all(1 <= config.scale_warps <= config.stages for config in legal_configs())
 
 
+@pytest.mark.parametrize(
+    ("block_m", "block_n", "scale_blocks", "warps"),
+    [(64, 32, 2, 4), (64, 64, 1, 4), (64, 64, 2, 8), (64, 96, 1, 4), (64, 96, 2, 8), (64, 112, 2, 8), (64, 128, 2, 8)]
+    + [(128, 64, 1, 4), (128, 64, 2, 8), (128, 96, 1, 4), (128, 128, 1, 8), (128, 192, 1, 4), (256, 128, 1, 4)],
+    ids=str,
+)
+def test_converter_warps_have_a_unit_of_every_stage(block_m, block_n, scale_blocks, warps):
+    """Eight need not divide the units of a stage beside one math warpgroup."""
+    config = GemmConfig(block_m, block_n, 2, scale_blocks=scale_blocks, store_buffers=1, b_stages=3, kind="int4")
+    assert config.converter_warps == warps <= scale_blocks * block_n // 16
+
+
 @pytest.mark.parametrize("block_n", PAIRED_TILES)
 def test_pairs_take_an_even_number_of_k_blocks(block_n):
     config = GemmConfig(128, block_n, 4, pairs=True)

@@ -218,6 +218,24 @@ def test_kind_reads_fewer_bytes(name):
     assert EVERY_KIND["fp8"].b_bytes == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "tile"),
+    [
+        ("int4", 16, 18432, 7168, (64, 96, 2)),
+        ("int4", 16, 28672, 8192, (64, 112, 1)),
+        ("int4", 192, 4096, 7168, (64, 96, 1)),
+        ("int4", 192, 2112, 7168, (64, 96, 2)),
+        ("mxfp4", 16, 18432, 7168, (64, 96, 2)),
+        ("mxfp4", 16, 4096, 7168, (64, 64, 2)),
+        ("mxfp4", 192, 4096, 7168, (256, 64, 2)),
+    ],
+)
+def test_narrower_tiles_are_chosen_where_they_leave_fewer_sms_idle(name, m, n, k, tile):
+    """As measured on an H100. The last number is of K parts."""
+    config = choose.choose(GemmProblem(m, n, k, kind=name))
+    assert (config.block_m, config.block_n, config.split_k) == tile
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_weight_is_unpacked_for_many_rows_alone(name):
     problem = GemmProblem(4096, 2112, 7168, kind=name)

@@ -136,6 +136,9 @@ FAMILIES = {
     "packed b, two scale blocks": Case(GemmConfig(64, 32, 2, scale_blocks=2, b_stages=2, kind="nvfp4"), 64, 48, 700, 1),
     "packed b, two warpgroups": Case(GemmConfig(128, 64, 2, b_stages=2, kind="mxfp4"), 128, 64, 256, 1),
     "packed b, units of some warps alone": Case(GemmConfig(64, 80, 2, b_stages=2, kind="mxfp4"), 64, 128, 384, 1),
+    "packed b, units of some of eight warps": Case(
+        GemmConfig(64, 96, 2, scale_blocks=2, b_stages=2, kind="nvfp4"), 64, 192, 700, 1
+    ),
     "two chunks without scales": Case(GemmConfig(128, 256, 2, kind="fp8_rows_promoted"), 128, 512, 384, 1),
 }
 """A GEMM for each kind of kernel, small enough for all of its states to be visited."""

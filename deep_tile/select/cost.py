@@ -44,7 +44,8 @@ CHAINED_CAST_US = 1.7
 
 PACKED_BLOCK_US = {
     **{(64, 32, 2): (0.134, 0.161), (64, 64, 1): (0.23, 0.276), (64, 64, 2): (0.174, 0.209)},
-    **{(64, 128, 2): (0.262, 0.314), (128, 64, 2): (0.254, 0.305), (128, 96, 1): (0.471, 0.512)},
+    **{(64, 96, 2): (0.28, 0.28), (64, 112, 2): (0.32, 0.305), (64, 128, 2): (0.262, 0.314)},
+    **{(128, 64, 2): (0.254, 0.305), (128, 96, 1): (0.471, 0.512)},
     **{(128, 128, 1): (0.478, 0.574), (128, 192, 1): (0.769, 0.875), (256, 64, 1): (0.435, 0.582)},
     **{(256, 96, 1): (0.635, 0.776), (256, 112, 1): (0.734, 0.89), (256, 128, 1): (0.774, 0.96)},
 }
@@ -54,7 +55,12 @@ which hides WGMMA. Tiles up to 128x64 and (128, 128) are fitted to 112 times of 
 others are fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 to 4,096 rows: the choice takes 1.004
 and 1.013 times the best's time, at most 1.09 and 1.11; with each weight's by a fit to the other eight 1.003 and 1.015.
 For eight other weights it takes 1.005 and 1.001 times the best of three to five, at most 1.12 and 1.04 (H100,
-2026-11-27)."""
+2026-11-27). 64x96 and 64x112 are fitted to 60 other products with 16 rows, or 96 to 512: over all of them the choice
+takes 1.002 times the best's time, at most 1.04 (H100, 2026-11-27)."""
+
+PACKED_TILE_US = {(64, 96, 2, 2): 1.0, (64, 112, 2, 1): 0.5}
+"""`TileTimes.tile_us` of packed weights' tiles for which the typical one is too long, by tile, scale blocks and split
+K. Fitted with their times per K block."""
 
 EXCHANGE_US = 0.94
 """Exchange of a chunk's sums (64 rows of 128 columns per math warpgroup) under split K in two: 128x128 takes this much
@@ -157,7 +163,8 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     if config.is_packed:
         tile = config.block_m, config.block_n, config.scale_blocks
         packed_us = PACKED_BLOCK_US[tile][config.column_scales] if tile in PACKED_BLOCK_US else 2 * tensor_us
-        on_h200 = on_h200._replace(block_us=packed_us)
+        tile_us = PACKED_TILE_US.get((*tile, config.split_k), on_h200.tile_us)
+        on_h200 = on_h200._replace(block_us=packed_us, tile_us=tile_us)
     slower_clock = H200.clock_mhz / hardware.clock_mhz
     block_us = max(0.0, block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock)
     tile_us = on_h200.tile_us + (BOX_CAST_US * config.boxes if config.quantizes else 0)
