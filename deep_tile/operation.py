@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import is_grad_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from deep_tile import _launcher, launches, ops, tensors
 from deep_tile.kinds import Kind
@@ -219,6 +220,9 @@ class Operation(ops.Op):
     def trace(self, given: Given, options: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if not self._allocates:
             self._require_outs(given)
+        if is_dynamo_compiling() and is_grad_enabled() and _AD._current_level >= 0:
+            # Dynamo then leaves it to eager code, which knows tangents; an op would lose those of torch.func.jvp.
+            raise RuntimeError(f"{self.called} is called within forward-mode AD, for which it has no derivative")
         named = self.Options(*options)
         ops.refuse_config(getattr(named, "config", None))
         lists = dict(zip(self.lists, given[len(self._tensors) :], strict=False))

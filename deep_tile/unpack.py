@@ -26,7 +26,7 @@ class Unpacking(Operation):
 
     def __init__(self, *given, **how) -> None:
         super().__init__(*given, **how)
-        self._decided: dict[tuple, bool] = {}
+        self._decided: launches.Table = {}  # of whether to unpack, within the same limits
 
     def in_fp8(self, kind: Kind) -> Operation:
         raise NotImplementedError
@@ -59,11 +59,13 @@ class Unpacking(Operation):
         return self.allocated(given, options)
 
     def _unpacks(self, given: Given, options: tuple) -> bool:
-        known = options, launches.signature(*given)
-        if known not in self._decided:
+        signature = launches.signature(*given)
+        decided = launches.find(self._decided, options, signature)
+        if decided is None:
             checked = self.checked(given, self.Options(*options))
-            self._decided[known] = self.needs_kernel(given) and choose.unpacks(self.problem(given, checked))
-        return self._decided[known]
+            decided = self.needs_kernel(given) and choose.unpacks(self.problem(given, checked))
+            launches.remember(self._decided, options, signature, decided)
+        return decided
 
 
 def _is_large(a: object) -> bool:

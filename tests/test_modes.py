@@ -371,6 +371,16 @@ def test_tangents_are_kept_or_refused(name):
             assert_same(dual(), call())
 
 
+def test_no_tangent_is_lost_in_compiled_code():
+    """An op would lose it, without a word; eager code refuses the transform."""
+    weight, x = torch.randn(N, K).bfloat16(), torch.randn(M, K).bfloat16()
+    tangent = torch.compile(
+        lambda x: torch.func.jvp(lambda x: deep_tile.gemm(x * 1, weight), (x,), (x,))[1], backend="eager"
+    )
+    with pytest.raises(TypeError, match="inside a transform of torch.func"):
+        tangent(x)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_fakes_and_meta_tensors_give_layouts(name):
     """Layouts equal those of real tensors, also where real tensors are among fakes, if the mode takes these."""

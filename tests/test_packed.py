@@ -6,7 +6,17 @@ from formats import NAMES_OF_PACKED, draw
 
 import deep_tile
 from deep_tile import cast as kernels
-from deep_tile import pack_weight, packed, packed_gemm, packed_grouped_gemm, plan, to_blocks, unpack_weight
+from deep_tile import (
+    dense,
+    launches,
+    pack_weight,
+    packed,
+    packed_gemm,
+    packed_grouped_gemm,
+    plan,
+    to_blocks,
+    unpack_weight,
+)
 from deep_tile.codegen import kernel_source
 from deep_tile.kinds import EVERY_KIND, PACKED
 from deep_tile.problem import GemmProblem, Groups
@@ -244,6 +254,18 @@ def test_the_weight_is_unpacked_for_many_rows_alone(name):
     groups = problem._replace(m=16_384, groups=Groups("offs", 8, 2048))
     assert choose.unpacks(groups) == (name != "int4")
     assert not choose.unpacks(groups._replace(groups=Groups("offs", 64, 256)))
+
+
+def test_whether_to_unpack_is_remembered_within_limits(monkeypatch):
+    """Prompts have any number of tokens, and servers run for weeks."""
+    monkeypatch.setattr(launches, "MAX_SIGNATURES", 3)
+    monkeypatch.setattr(dense.PACKED_GEMM, "_decided", {})
+    a, a_scale, b, b_scale = operands()
+    options = tuple(dense.PACKED_GEMM.Options())
+    for m in range(1, len(a) + 1):
+        out = torch.empty(m, len(b), dtype=torch.bfloat16)
+        assert not dense.PACKED_GEMM._unpacks((a[:m], a_scale[:m], b, b_scale, out, None), options)
+    assert len(a) > 3 and sum(len(known) for _, known in dense.PACKED_GEMM._decided.values()) <= 3
 
 
 @pytest.mark.parametrize("name", FORMATS)

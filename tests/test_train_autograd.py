@@ -97,6 +97,13 @@ def test_transforms_are_refused(call, transform):
 
 
 @EACH_CALL
+def test_transforms_are_refused_in_compiled_code(call):
+    """Dynamo makes zeros of an autograd.Function's gradients there."""
+    with pytest.raises(RuntimeError, match="deep_tile.train does not run under transforms of torch.func; use torch"):
+        torch.compile(lambda x: torch.func.grad(lambda x: call(x).sum())(x), backend="eager")(X)
+
+
+@EACH_CALL
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE], ids=str)
 def test_selective_checkpoints_change_no_bit(call, policy):
     """Of ops that write to what is recomputed, which then stays as it was allocated."""

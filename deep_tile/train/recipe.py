@@ -109,6 +109,7 @@ def check_tensors(dtypes: Mapping[str, tuple[torch.dtype, ...]], **given: object
     for name, x in given.items():
         if x.device != given[first].device:
             raise ValueError(f"{name} is on {x.device} but {first} is on {given[first].device}; move it there")
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    # Dynamo holds peek_interpreter_stack() for a constant; at a level it leaves the graph, and is refused outside.
+    if torch._C._functorch.maybe_current_level() is not None:
         raise RuntimeError("deep_tile.train does not run under transforms of torch.func; use torch.autograd")
     tensors.require_dense_in_eager(**given)
