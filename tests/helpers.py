@@ -5,7 +5,10 @@ NaN, and whatever it has no business to write is checked bit for bit.
 """
 
 import importlib.util
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -228,6 +231,16 @@ class GuardedOut:
         """How many elements around `out` have changed, left on its device; overwrites `out`."""
         self.out.view(self._words).fill_(-1)
         return (self._bits != -1).sum()
+
+
+def run_python(code: str, *arguments: str, status: int | None = 0, **environment: str) -> subprocess.CompletedProcess:
+    """Run code in a process of its own, which finds modules where this one does. Its exit status must be `status`,
+    unless that is None."""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    command = [sys.executable, "-c", code, *arguments]
+    run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+    assert status is None or run.returncode == status, run.stdout + run.stderr
+    return run
 
 
 def exact_product(

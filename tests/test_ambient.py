@@ -1,14 +1,13 @@
 """What surrounds a call changes no result: autocast, default devices and dtypes, and what is on while modules are
 imported. Calls are those of test_modes.py."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import pytest
 import torch
+from helpers import run_python
 from test_modes import Call, calls, tensors_in
 
 import deep_tile
@@ -102,4 +101,4 @@ with torch.device("meta"):
 made = deep_tile.pack_weight(codes, scale, format="int4_128")
 assert (deep_tile.unpack_weight(*made)[0] == codes).all()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python(code)

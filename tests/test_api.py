@@ -3,8 +3,6 @@
 What they refuse is in test_bad_calls.py.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import SCALE_STRIDES, GuardedOut, check_gemm, make_operands
+from helpers import SCALE_STRIDES, GuardedOut, check_gemm, make_operands, run_python
 
 import deep_tile
 from deep_tile import (
@@ -416,18 +414,6 @@ def test_precompile_takes_numpy_s_ints_and_padded_rows(no_gpu):
 
 
 # Imports.
-
-
-def run_python(program: str, **environment: str) -> str:
-    """The output of a program run in its own process. The test fails if the program does."""
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def test_import_leaves_cuda_the_compiler_and_the_cache_alone(tmp_path):

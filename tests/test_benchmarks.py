@@ -147,26 +147,24 @@ def test_deep_gemm_gets_scales_that_it_need_not_transpose(monkeypatch):
 @pytest.fixture
 def without_gpu(monkeypatch):
     """bench_gemm on the CPU: one call instead of a graph, a made-up time instead of a measured one."""
-    monkeypatch.setattr(bench_gemm, "is_available", lambda: (True, "made up"))
-    monkeypatch.setattr(bench_gemm, "L2Flush", lambda: None)
-    monkeypatch.setattr(bench_gemm, "capture_empty", lambda: None)
-    monkeypatch.setattr(bench_gemm, "capture", lambda call: timing.Captured(None, call(), call))
-    monkeypatch.setattr(
-        bench_gemm,
-        "time_alternating",
-        lambda graphs, repeats, flush: dict.fromkeys(graphs, timing.Timing(30.0, 29.0, 32.0)),
-    )
-    monkeypatch.setattr(bench_gemm, "time_sustained", lambda graph, once_us: timing.Sustained(once_us * 1.1, 20.0))
-    monkeypatch.setattr(bench_gemm, "time_cool", lambda graphs, repeats, flush: dict.fromkeys(graphs, 27.0))
-    monkeypatch.setattr(bench_gemm, "Inputs", lambda shape, scale_layout: Inputs(shape, "cpu", scale_layout))
-    monkeypatch.setattr(bench_gemm, "describe_run", lambda: {"gpu": "none", "date": "2026-11-21"})
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"multi_processor_count": 132})
-    )
+    once = timing.Timing(30.0, 29.0, 32.0)
+    made_up = {
+        "is_available": lambda: (True, "made up"),
+        "L2Flush": lambda: None,
+        "capture_empty": lambda: None,
+        "capture": lambda call: timing.Captured(None, call(), call),
+        "time_alternating": lambda graphs, repeats, flush: dict.fromkeys(graphs, once),
+        "time_sustained": lambda graph, once_us: timing.Sustained(once_us * 1.1, 20.0),
+        "time_cool": lambda graphs, repeats, flush: dict.fromkeys(graphs, 27.0),
+        "Inputs": lambda shape, scale_layout: Inputs(shape, "cpu", scale_layout),
+        "describe_run": lambda: {"gpu": "none", "date": "2026-11-21"},
+    }
+    for name, value in made_up.items():
+        monkeypatch.setattr(bench_gemm, name, value)
+    for name in ("synchronize", "empty_cache", "Stream", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 def test_power_is_taken_between_steps_of_the_count(monkeypatch):
@@ -207,17 +205,15 @@ def test_bench_writes_every_contestant_or_a_reason(without_gpu, tmp_path, caplog
 
 
 def test_bench_fails_when_deep_tile_is_wrong_or_absent(without_gpu, monkeypatch, caplog):
-    wrong = deep_tile_peer()
-    monkeypatch.setitem(
-        PEERS, "deep_tile", type(wrong)("deep_tile", "deep_tile", lambda inputs: lambda: inputs.new_out().fill_(1))
-    )
-    assert bench_gemm.main(["--shapes", str(SMALL), "--peers", "deep_tile"]) == 1
-    assert "exceeds" in caplog.text
-
     def refuse(inputs):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setitem(PEERS, "deep_tile", type(wrong)("deep_tile", "deep_tile", refuse))
+    peer = type(deep_tile_peer())
+    wrong = peer("deep_tile", "deep_tile", lambda inputs: lambda: inputs.new_out().fill_(1))
+    monkeypatch.setitem(PEERS, "deep_tile", wrong)
+    assert bench_gemm.main(["--shapes", str(SMALL), "--peers", "deep_tile"]) == 1
+    assert "exceeds" in caplog.text
+    monkeypatch.setitem(PEERS, "deep_tile", peer("deep_tile", "deep_tile", refuse))
     assert bench_gemm.main(["--shapes", str(SMALL), "--peers", "deep_tile,torch_bf16"]) == 1
     assert "no such kernel" in caplog.text
 
@@ -313,14 +309,8 @@ def test_kernels_of_a_step_count_from_the_end_of_those_before():
 
 
 def test_report_of_training_writes_every_table(tmp_path, monkeypatch):
-    meta = {
-        "gpu": "none",
-        "date": "2026-11-27",
-        "torch": "2",
-        "kernels": "NVRTC 13",
-        "commit": "abcdef012",
-        "method": "m",
-    }
+    meta = {"gpu": "none", "date": "2026-11-27", "torch": "2", "kernels": "NVRTC 13", "commit": "abcdef012"}
+    meta["method"] = "m"
     about = {"meta": meta, "layers": 4, "tokens": 8192}
     step = {"ms": 80.0, "static_gb": 5.0, "peak_gb": 11.0, "timeline_ms": {"casts": 0.0, "GEMMs": 54.0}}
     faster = step | {"ms": 60.0, "peak_gb": 8.0, "timeline_ms": {"casts": 5.0, "GEMMs": 30.0}}

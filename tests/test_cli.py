@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cuda.core import Program, ProgramOptions
-from helpers import EXAMPLES
+from helpers import EXAMPLES, run_python
 
 import deep_tile
 from deep_tile import _launcher, jit, progress, sass, settings
@@ -648,7 +648,7 @@ def run_without(package: str, *arguments: str) -> subprocess.CompletedProcess:
     """A command line where a package is not installed."""
     hide = f"import sys; sys.modules[{package!r}] = None"
     program = f"{hide}\nfrom deep_tile.tools.cli import main\nsys.exit(main(sys.argv[1:]))"
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    return run_python(program, *arguments, status=None)
 
 
 @pytest.mark.parametrize(

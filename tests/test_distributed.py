@@ -2,8 +2,6 @@
 
 import copy
 import secrets
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import changes
@@ -11,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from helpers import run_python
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -86,10 +85,7 @@ dist.destroy_process_group()
 
 def test_nothing_imports_it_unasked(tmp_path):
     """Until the module is imported, DTensors are refused, with its name."""
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **ranks.os.environ}
-    command = [sys.executable, "-c", UNASKED, str(tmp_path / "store")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    run_python(UNASKED, str(tmp_path / "store"), GLOO_SOCKET_IFNAME="lo")
 
 
 @pytest.mark.parametrize(

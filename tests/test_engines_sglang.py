@@ -3,7 +3,6 @@ needs. `make test-engines` runs it on SGLang's own modules.
 """
 
 import importlib
-import subprocess
 import sys
 from contextlib import contextmanager
 from enum import Enum
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from formats import draw
-from helpers import same_bits
+from helpers import run_python, same_bits
 from stand_ins import (
     add_modules,
     assert_accepts,
@@ -210,8 +209,7 @@ def test_entry_points_import_little(engine):
     announced = f'[project.entry-points."{engine.group}"]\ndeep_tile = "{module}:register"\n'
     assert announced in (Path(__file__).parents[1] / "pyproject.toml").read_text()
     program = f"import sys, {module} as plugin; print(callable(plugin.register), *sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    callable_, *loaded = done.stdout.split()
+    callable_, *loaded = run_python(program).stdout.split()
     assert callable_ == "True" and not {"torch", "deep_tile._launcher", engine.name} & {*loaded}
 
 

@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import changes
 import pytest
+from helpers import run_python
 
 import deep_tile
 from deep_tile.kinds import EVERY_KIND, PACKED, name_of
@@ -221,7 +220,7 @@ def test_it_imports_nothing_heavy():
         "assert main(['explain', '4096x4096x7168']) == 0\n"
         "heavy = {'torch', 'numpy', 'matplotlib', 'cuda'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    run_python(program)
 
 
 # ---- what else of the command line shows measurements

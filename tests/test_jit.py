@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers import run_python
 
 from deep_tile import cast, jit, plan, settings
 
@@ -86,6 +87,10 @@ def unprivileged():
 # --- compiling
 
 
+def saved_source(error: str) -> Path:
+    return Path(next(line for line in error.splitlines() if "saved as" in line).split(": ")[1])
+
+
 def test_compile_gives_cubin_log_and_seconds(monkeypatch):
     monkeypatch.setattr(jit, "time", SimpleNamespace(perf_counter=iter((3.0, 5.5)).__next__))
     with compiles(1):
@@ -104,7 +109,7 @@ def test_compile_error_tells_everything():
     assert 'identifier "missing_name" is undefined' in text
     assert "-arch=sm_90a" in text and "--std=c++20" in text
     assert f"NVRTC {jit.nvrtc_version()}" in text
-    saved = Path(next(line for line in text.splitlines() if "saved as" in line).split(": ")[1])
+    saved = saved_source(text)
     assert saved.read_text() == source
     saved.unlink()
 
@@ -131,7 +136,7 @@ def test_any_error_of_cuda_core_is_a_compile_error(monkeypatch):
     monkeypatch.setattr(jit, "_compiler", lambda: (lambda source, _, **how: program(source, "c--", **how), options))
     with pytest.raises(jit.CompileError, match=r"(?s)cannot compile answer.*c--") as error:
         load()
-    Path(next(line for line in str(error.value).splitlines() if "saved as" in line).split(": ")[1]).unlink()
+    saved_source(str(error.value)).unlink()
 
 
 def test_exit_waits_for_a_compiling_daemon():
@@ -144,9 +149,8 @@ def test_exit_waits_for_a_compiling_daemon():
         "threading.Thread(target=jit.compile_kernel, args=('', 'k'), daemon=True).start()\n"
         "begun.wait()\n"
     )
-    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")
+    ended = run_python(code)
+    assert (ended.stdout, ended.stderr) == ("ended\n", "")
 
 
 def test_threads_compile_nothing_once_the_interpreter_ends(monkeypatch):
@@ -176,16 +180,15 @@ def test_a_forks_child_does_not_wait_for_threads_of_its_parent():
         "print('ended', os.waitpid(child, 0)[1], flush=True)\n"
         "end.set()\n"
     )
-    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended 0\n", "")
+    ended = run_python(code)
+    assert (ended.stdout, ended.stderr) == ("ended 0\n", "")
 
 
 def test_ptxas_error_is_a_compile_error():
     source = 'extern "C" __global__ void answer() { asm volatile("no_such_instruction;"); }'
     with pytest.raises(jit.CompileError, match="ptxas") as error:
         jit.compile_kernel(source, "answer")
-    Path(next(line for line in str(error.value).splitlines() if "saved as" in line).split(": ")[1]).unlink()
+    saved_source(str(error.value)).unlink()
 
 
 DIVERGENT = """
@@ -303,8 +306,7 @@ def test_hit_needs_neither_cuda_core_nor_nvrtc(directory):
         f"jit.load_cubin({SOURCE!r}, 'answer')\n"
         "assert jit.compilations() == 0 and loaded() == before\n"
     )
-    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    run_python(code)
 
 
 # --- the log
@@ -520,9 +522,7 @@ from deep_tile import jit
 def test_a_damaged_entry_without_cuda_core_tells_the_remedy(directory, call):
     empty(stored_entry(directory))
     code = f"{WITHOUT_CUDA}try: {call}\nexcept RuntimeError as error: print(error)"
-    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert 'pip install "deep_tile[cu13]"' in ended.stdout, ended.stderr
+    assert 'pip install "deep_tile[cu13]"' in run_python(code).stdout
 
 
 def test_directory_in_place_of_an_entry_is_not_fatal(directory):

@@ -2,12 +2,11 @@
 
 import functools
 import json
-import subprocess
 import sys
 from itertools import pairwise
 
 import pytest
-from helpers import EXAMPLES
+from helpers import EXAMPLES, run_python
 
 from deep_tile.select.hardware import H20, H200
 from deep_tile.select.streaming import derive_elementwise, derive_reduction
@@ -153,6 +152,5 @@ def test_they_are_commands_of_deep_tile(call_main):
 
 def test_it_needs_no_torch():
     code = f"import sys; sys.path.append({str(EXAMPLES)!r}); import explain_kernels; explain_kernels.main()"
-    command = [sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules", "attention", "--head-dim", "64"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and "192x128" in done.stdout
+    done = run_python(f"{code}; assert 'torch' not in sys.modules", "attention", "--head-dim", "64")
+    assert done.stderr == "" and "192x128" in done.stdout

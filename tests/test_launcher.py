@@ -7,14 +7,13 @@ own, because a process opens the driver once.
 import ast
 import ctypes
 import inspect
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 from pretending import COMPILER, WHOLE_CUBIN, elf, params_of
 
 from deep_tile import _launcher
@@ -51,11 +50,6 @@ def opened_libraries():
 """
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
-
-
 # ---- what it is
 
 
@@ -88,7 +82,7 @@ def test_stub_agrees():
 
 def test_import_opens_no_driver():
     run = run_python(PREAMBLE + "print('libcuda' in opened_libraries(), '_launcher' in opened_libraries())")
-    assert run.stdout.split() == ["False", "True"], run.stderr
+    assert run.stdout.split() == ["False", "True"]
 
 
 def test_driver_version():
@@ -266,9 +260,7 @@ def begin():
 """
 
     def run(code: str, **environment: str) -> str:
-        process = run_python(PREAMBLE + setup + code, **environment)
-        assert process.returncode == 0, process.stderr
-        return process.stdout
+        return run_python(PREAMBLE + setup + code, **environment).stdout
 
     return run
 

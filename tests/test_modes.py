@@ -5,8 +5,6 @@
 
 import inspect
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ import changes
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from helpers import run_python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -554,7 +553,7 @@ def test_every_op_is_listed_with_its_module():
     """A fresh process finds each op by its name."""
     code = "import torch, deep_tile\nfor name in {names}: print(*getattr(torch.ops.deep_tile, name).overloads())"
     names = sorted(discovery.OPS)
-    subprocess.run([sys.executable, "-c", code.format(names=names)], check=True)
+    run_python(code.format(names=names))
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         assert namespace != "deep_tile" or name in discovery.OPS or name.startswith("toy_")  # of toy_operation.py
@@ -584,8 +583,7 @@ try:
 except AttributeError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "module 'deep_tile.compat' has no attribute 'another'\n"
+    assert run_python(code).stdout == "module 'deep_tile.compat' has no attribute 'another'\n"
 
 
 # ---- gradients

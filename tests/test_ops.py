@@ -2,8 +2,6 @@
 
 import io
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache, partial
 
@@ -11,7 +9,7 @@ import changes
 import pytest
 import torch
 from bad_calls import WRONG_CASTS, WRONG_OPTIONS, WRONG_ROWS, WRONG_TENSORS, BadCall, Good
-from helpers import make_operands
+from helpers import make_operands, run_python
 from test_modes import of_gpu
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -415,4 +413,4 @@ def test_importing_a_function_registers_its_op():
         "torch.ops.deep_tile.fp8_gemm.out, torch.ops.deep_tile.per_token_cast_to_fp8.default\n"
         "torch.ops.deep_tile.per_block_cast_to_fp8.out\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python(code)

@@ -1,14 +1,13 @@
 """Kernels in the package: found by source and options, before the cache, without any NVRTC."""
 
 import re
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
 import other_nvrtc
 import pack_other_nvrtc
 import pytest
+from helpers import run_python
 
 from deep_tile import _launcher, cast, jit, packaged, sass, settings
 from deep_tile.codegen import kernel_source, streaming_source
@@ -109,7 +108,7 @@ for source in (kernel_source({config!r}), streaming_source(cast.all_kernels()[0]
     assert jit.load_cubin(source, "any name")[:4] == b"\\x7fELF"
 assert jit.compilations() == 0 and "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_python(program)
 
 
 def test_pack_wants_the_pinned_nvrtc_and_no_flaws(folder, monkeypatch, capsys):

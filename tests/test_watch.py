@@ -1,14 +1,12 @@
 """The debug build: kernels whose waits end, and the report of who waited for what."""
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from default_kernels import disassemblies
+from helpers import run_python
 
 from deep_tile import jit, plan, settings, watch
 from deep_tile.codegen import Watch, kernel_source
@@ -156,9 +154,6 @@ except RuntimeError:
 
 @pytest.mark.gpu
 def test_a_hang_ends_and_is_told():
-    environment = {**os.environ, "DEEP_TILE_BOUNDED_WAITS": "0.2"}
-    done = subprocess.run(
-        [sys.executable, "-c", HANGING], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_python(HANGING, DEEP_TILE_BOUNDED_WAITS="0.2")
     assert "math warpgroup 0" in done.stdout
     assert "waits for resident.full[0]" in done.stdout or "waits for full[" in done.stdout
