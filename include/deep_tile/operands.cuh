@@ -35,9 +35,9 @@ struct QuarterBoxes {
     __device__ __forceinline__ int rows() const { return is_whole() ? config.block_m : quarter; }
 };
 
-// First row of an operand that a tile loads. A tile beyond the matrix loads nothing, but in a grid of CTAs the last
-// tile's rows: a CTA to which a peer sends nothing could be a round ahead of it, and release a stage to it that others
-// still read.
+// First row that a tile loads of an operand. In a cluster with several rows and columns of CTAs, a tile beyond the matrix
+// loads the last tile's rows: a CTA that awaits nothing from a peer could be a round of stages ahead of it, and its
+// release would count for another CTA that still reads the stage. In other clusters such a tile loads nothing.
 template <GemmConfig config, int tile_rows>
 __device__ __forceinline__ int loaded_row(int row, int rows) {
     if constexpr (!config.is_grid()) return row;
