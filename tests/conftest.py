@@ -63,16 +63,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run long tests first, so that no process is left with one at the end. Of tests marked `about` unchanged files,
-    keep one in `changes.FEWER` per module. Where tests run in several processes without a GPU, leave out those that
-    need one: to hand out and report each of five thousand skips takes ten seconds."""
+    keep one in `changes.FEWER` per module."""
     items.sort(key=lambda item: item.path.stem not in COMPILING)
-    leaves_gpu_out = "PYTEST_XDIST_WORKER" in os.environ and missing_hopper()
     seen, left_out = Counter(), []
     for item in items:
         mark = item.get_closest_marker("about")
-        if leaves_gpu_out and item.get_closest_marker("gpu"):
-            left_out.append(item)
-        elif mark and not changes.may_have_changed(*mark.args, f"tests/{item.path.name}"):
+        if mark and not changes.may_have_changed(*mark.args, f"tests/{item.path.name}"):
             seen[item.path] += 1
             if seen[item.path] % changes.FEWER:
                 left_out.append(item)
@@ -94,8 +90,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_report_header() -> list[str]:
-    told = [changes.told(), f"random numbers are those of {SEED}={os.environ[SEED]}"]
-    return [*told, f"tests marked gpu do not run: {missing_hopper()}"] if missing_hopper() else told
+    return [changes.told(), f"random numbers are those of {SEED}={os.environ[SEED]}"]
 
 
 @pytest.hookimpl(optionalhook=True)
