@@ -81,12 +81,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip where there is no Hopper GPU. A test's numbers depend on its name and SEED, on nothing that ran before."""
+    if item.get_closest_marker("gpu") and (reason := missing_hopper()):
+        pytest.skip(reason)
     SEEDS.seed(f"{os.environ[SEED]} {item.nodeid}")
     random.seed(SEEDS.getrandbits(63))
     generators = torch.default_generator if missing_hopper() else torch  # without a GPU, torch's own takes 0.7 ms
     generators.manual_seed(SEEDS.getrandbits(63))
-    if item.get_closest_marker("gpu") and (reason := missing_hopper()):
-        pytest.skip(reason)
 
 
 def pytest_report_header() -> list[str]:
