@@ -107,9 +107,6 @@ LEGAL_CONFIGS = (
     deepest_config(128, 128, cluster_m=2, cluster_n=2),
     deepest_config(128, 192, cluster_n=4),
     deepest_config(128, 128, cluster_m=4, cluster_n=2),
-    *(deepest_config(128, 128, cluster_m=2, split_k=2, kind="bf16", layout=layout) for layout in ("nt", "nn", "tn")),
-    deepest_config(128, 192, cluster_n=2, split_k=2, kind="bf16", transposed=True),
-    deepest_config(256, 144, cluster_m=2, cluster_n=2, kind="bf16", transposed=True),
 )
 """Legal configs that no selector chooses but a caller may pass: mechanisms and tiles that the others lack."""
 
