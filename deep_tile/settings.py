@@ -1,9 +1,12 @@
 """deep_tile's environment variables: the only place that reads them, and the table that documents them.
 
 Each variable is read at its first use, never at import, and then remembered: all calls in a process see the same value.
+Files at the paths that variables name are shared by processes; `write_json` writes those of JSON.
 """
 
+import json
 import os
+import threading
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -128,6 +131,20 @@ def bounded_waits_ns() -> int | None:
     if not 0.001 <= seconds <= 3600:
         raise bad_value(BOUNDED_WAITS, text, "seconds from 0.001 to 3600")
     return round(seconds * 1e9)
+
+
+def write_json(path: Path, data: object) -> None:
+    """Replace a JSON file at once, so that neither readers nor a full disk meet half of one. Its permissions are the
+    umask's: users may share it, and a temporary file of Python's is its owner's alone. Raises OSError if it cannot be
+    written."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replacement = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        replacement.write_text(json.dumps(data, indent=1) + "\n")
+        replacement.replace(path)
+    except OSError:
+        replacement.unlink(missing_ok=True)
+        raise
 
 
 def _read(variable: Variable) -> str:

@@ -1,10 +1,12 @@
 """Environment variables: defaults, precedence, refusals. No GPU."""
 
+import json
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -178,3 +180,11 @@ def test_not_read_at_import():
 def test_package_reads_the_environment_here_only():
     texts = {path.name: path.read_text() for path in Path(settings.__file__).parent.glob("*.py")}
     assert [name for name, text in texts.items() if "os.environ" in text or "getenv" in text] == ["settings.py"]
+
+
+def test_threads_that_write_a_file_leave_each_other_theirs(tmp_path):
+    path = tmp_path / "new" / "choices.json"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: settings.write_json(path, [number] * 5000), range(200)))  # raises what one raised
+    assert len(json.loads(path.read_text())) == 5000
+    assert list(path.parent.iterdir()) == [path]

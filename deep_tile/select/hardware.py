@@ -377,10 +377,7 @@ def store_measured(device_name: str, values: dict[str, float]) -> None:
     path = measured_path()
     if path is None:
         raise FileNotFoundError("no cache directory to store measurements in; set DEEP_TILE_CACHE_DIR")
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    replacement = path.with_suffix(".new")
-    replacement.write_text(json.dumps({**_stored(path), device_name: values}, indent=1) + "\n")
-    replacement.replace(path)
+    settings.write_json(path, {**_stored(path), device_name: values})
     _stored_measurements.cache_clear()
 
 

@@ -7,14 +7,13 @@ error: the selector does without.
 """
 
 import json
-import os
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deep_tile import settings
 from deep_tile.config import GemmConfig
@@ -121,19 +120,6 @@ def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
         old_num_sms, kept = num_sms, {}
     merged = {**(kept if old_num_sms == num_sms else {}), **found}
     entries = {key: {"us": round(choice.us, 3), "config": asdict(choice.config)} for key, choice in merged.items()}
-    _write(path, {"gpu": gpu, "num_sms": num_sms, "choices": entries})
+    settings.write_json(path, {"gpu": gpu, "num_sms": num_sms, "choices": entries})
     _all_choices.cache_clear()
     return path
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    """Write the file atomically, so that a reader never sees half of it. Its permissions are the umask's: users may
-    share it, and a temporary file of Python's is its owner's alone."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    replacement = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        replacement.write_text(json.dumps(data, indent=1) + "\n")
-        replacement.replace(path)
-    except OSError:
-        replacement.unlink(missing_ok=True)
-        raise
