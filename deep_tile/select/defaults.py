@@ -249,8 +249,9 @@ def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
 
 def _of_16_bits(of_kind: Mapping[str, bool | str]) -> list[GemmConfig]:
     """Larger clusters, and transposed tiles where the result may be transposed."""
-    clusters, transposed = _tiled((), _CLUSTERS_OF_16_BITS, (), of_kind), {**of_kind, "transposed": True}
+    clusters = _tiled((), _CLUSTERS_OF_16_BITS, (), of_kind)
     tiles, splits = _TRANSPOSED[of_kind["layout"]]
+    transposed = {**of_kind, "transposed": True}
     try:
         return clusters + _tiled((), tiles, splits, transposed) + _tiled((), _TRANSPOSED_CLUSTERS, (), transposed)
     except ValueError:

@@ -89,7 +89,7 @@ class GroupWalk {
     // Locates tile `within` in a group with `height` cluster tile rows: the raster descends a row panel before it steps
     // along n.
     __device__ __forceinline__ Place place(int height, int within) const {
-        const int panel_rows = 1 << (params_.raster_rows_log2 - config.cluster_m / 2);
+        const int panel_rows = 1 << (params_.raster_rows_log2 - config.cluster_m / 2);  // the logarithm of 1, 2 or 4
         int first_row = 0;
         while (within >= panel_rows * columns()) {
             within -= panel_rows * columns();

@@ -21,7 +21,7 @@ class RasterScheduler {
     __device__ __forceinline__ explicit RasterScheduler(const GemmParams& params)
         : rows_(ceil_div(params.m, config.block_m * config.cluster_m)),
           columns_(ceil_div(params.n, config.block_n * config.cluster_n)),
-          group_rows_log2_(params.raster_rows_log2 - config.cluster_m / 2),
+          group_rows_log2_(params.raster_rows_log2 - config.cluster_m / 2),  // the logarithm of 1, 2 or 4
           last_rows_reciprocal_(params.last_rows_reciprocal),
           step_(gridDim.x / config.cluster()),
           within_(first_cluster_tile() - step_),
