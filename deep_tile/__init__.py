@@ -17,6 +17,7 @@ _OTHERS = {
     "api": "Plan Precompiled precompile prepare supports",
     "blocks": "Blocks pad_shard to_blocks",
     "both": "CastBoth CastWeight",
+    "checkpoints": "read_weight",
     "checks": "is_available",
     "config": "GemmConfig",
     "experts": "Routing",

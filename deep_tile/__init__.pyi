@@ -20,6 +20,7 @@ from deep_tile.both import CastWeight as CastWeight
 from deep_tile.both import cast_both as cast_both
 from deep_tile.both import cast_weight as cast_weight
 from deep_tile.both import transpose_fp8 as transpose_fp8
+from deep_tile.checkpoints import read_weight as read_weight
 from deep_tile.checks import is_available as is_available
 from deep_tile.config import GemmConfig as GemmConfig
 from deep_tile.dense import fp8_gemm as fp8_gemm

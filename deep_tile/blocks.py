@@ -254,8 +254,10 @@ def checked(call: str, weight: object, scale: object) -> tuple[torch.Tensor, tor
     if weight.dim() < 2:
         raise ValueError(f"weight has shape {list(weight.shape)}; it must be [..., n, k]")
     if weight.dtype != FP8_DTYPE and weight.dtype not in formats.PACKED_DTYPES:
-        wide = "quantise a wide one with deep_tile.quantize_weight"
-        remedy = tensors.operand_remedy("weight", weight, (FP8_DTYPE,), {}, wide)
+        remedy = "quantise a wide one with deep_tile.quantize_weight"
+        if weight.dtype == torch.int32:
+            remedy = "integers of 4 bits in words, as GPTQ, AWQ and compressed-tensors save them: deep_tile.read_weight"
+        remedy = tensors.operand_remedy("weight", weight, (FP8_DTYPE,), {}, remedy)
         raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}, or e2m1 packed as uint8. To fix: {remedy}")
     if scale.dtype not in (*tensors.SCALE_DTYPES, torch.uint8, FP8_DTYPE):
         remedy = tensors.scale_remedy("scale", scale)

@@ -46,6 +46,11 @@ class _Layer(torch.nn.Module):
         """Takes weights and scales in their dtypes alone, since torch would convert numbers, and lays them out as ours:
         a file that is mapped into memory puts them at any address."""
         for name, own in self._parameters.items():
+            if f"{prefix}{name}_packed" in state_dict:  # whose scale may have the name and shape of ours
+                raise ValueError(
+                    f"{prefix}{name}_packed is a weight as compressed-tensors saves it, and this layer's is packed by "
+                    "deep_tile.pack_weight: make the layer with from_codes(**deep_tile.read_weight(state_dict, prefix))"
+                )
             given = state_dict.get(prefix + name)
             if own is None or name.endswith("bias") or not isinstance(given, torch.Tensor):
                 continue

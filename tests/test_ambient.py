@@ -51,6 +51,11 @@ def weights() -> dict[str, Callable[[], object]]:
     codes, exponents = torch.randint(0, 256, (32, 64), dtype=torch.uint8), torch.full((32, 4), 120, dtype=torch.uint8)
     scales, columns = torch.rand(32, 1) + 0.5, torch.rand(32, 8) + 0.5
     packed = deep_tile.pack_weight(codes, scales, format="int4_128")
+    saved = {"weight_packed": codes.view(torch.int32), "weight_scale": columns[:, :4]}
+    saved |= {
+        "weight_shape": torch.tensor([32, 128]),
+        "weight_zero_point": torch.arange(16, dtype=torch.int32).view(4, 4),
+    }
     return {
         "to_blocks": lambda: deep_tile.to_blocks(codes, exponents),
         "to_blocks of nvfp4": lambda: deep_tile.to_blocks(
@@ -59,6 +64,7 @@ def weights() -> dict[str, Callable[[], object]]:
         "pack_weight": lambda: deep_tile.pack_weight(codes, exponents),
         "pack_weight of int4": lambda: deep_tile.pack_weight(codes, scales, format="int4_128"),
         "unpack_weight of int4": lambda: deep_tile.unpack_weight(*packed),
+        "read_weight": lambda: deep_tile.read_weight(saved),
         "ends_of": lambda: layouts.ends_of([3, 0, 4], torch.device("cpu")),
     }
 

@@ -55,6 +55,7 @@ norms: cast launches operation ops params quantize tensors
 formats: config quantize tensors
 blocks: config formats operation quantize tensors
 packed: blocks config formats kinds quantize tensors
+checkpoints: config formats quantize tensors
 reference: config kinds quantize
 finishes: kinds ops tensors
 options: config finishes
@@ -107,10 +108,10 @@ PURE = ("select.schedule", "select.defaults", "select.choose")
 """Modules that read no file and no variable of the user: results of `tune` are passed in."""
 
 NAMES_WITH_TORCH = """
-api blocks both checks compat.arguments compat.deep_ep compat.deep_gemm compat.indexer compat.layouts compat.process
-compat.scales dense distributed experts finishes formats gated gemm_cast gradients grouped integrations.peft
-integrations.sglang_hooks integrations.sglang_indexer integrations.sglang_mxfp4 integrations.torchtitan
-integrations.transformers integrations.transformers_blocks integrations.transformers_config
+api blocks both checkpoints checks compat.arguments compat.deep_ep compat.deep_gemm compat.indexer compat.layouts
+compat.process compat.scales dense distributed experts finishes formats gated gemm_cast gradients grouped
+integrations.peft integrations.sglang_hooks integrations.sglang_indexer integrations.sglang_mxfp4
+integrations.torchtitan integrations.transformers integrations.transformers_blocks integrations.transformers_config
 integrations.transformers_experts integrations.transformers_packed integrations.transformers_weights
 integrations.vllm_experts integrations.vllm_linear integrations.vllm_mxfp4 integrations.vllm_passes launches linear
 logits method.described nn norms operation ops options packed packed_layers quantize reference replaceable sources
@@ -240,8 +241,9 @@ def test_imports_point_one_way():
 def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
-        *("api", "blocks", "both", "checks", "config", "dense", "experts", "finishes", "gated", "gemm_cast", "grouped"),
-        *("jit", "linear", "logits", "method", "nn", "packed", "quantize", "sums", "thin", "transposed", "wgrad"),
+        *("api", "blocks", "both", "checkpoints", "checks", "config", "dense", "experts", "finishes", "gated"),
+        *("gemm_cast", "grouped", "jit", "linear", "logits", "method", "nn", "packed", "quantize", "sums", "thin"),
+        *("transposed", "wgrad"),
     }
 
 

@@ -428,11 +428,16 @@ def test_fakes_without_their_mode_are_refused(name):
         on("cpu", name).made(FakeTensorMode().from_tensor)()
 
 
+def _read_weight(weight: torch.Tensor, scale: torch.Tensor) -> list[object]:
+    return [*deep_tile.read_weight({"weight_packed": weight, "weight_scale": scale}).values()]
+
+
 VALUES = {
     "to_blocks": (deep_tile.to_blocks, lambda: (torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))),
     "pad_shard": (deep_tile.pad_shard, lambda: (torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))),
     "pack_weight": (deep_tile.pack_weight, lambda: (torch.zeros(16, 64).byte(), torch.ones(16, 4).byte())),
     "unpack_weight": (deep_tile.unpack_weight, lambda: (torch.zeros(16, 68).byte(), torch.ones(1, 1))),
+    "read_weight": (_read_weight, lambda: (torch.zeros(16, 64).byte(), torch.ones(16, 4).byte())),
 }
 """Calls that read the values of weights."""
 

@@ -95,6 +95,13 @@ def test_elements_of_a_row_are_saved_with_it(tmp_path):
             other.load_state_dict(saved)
 
 
+def test_scales_of_weights_that_are_not_packed_are_not_loaded():
+    """Those of compressed-tensors have the names and shapes of ours."""
+    saved = {"0.weight_packed": torch.zeros(48, 44).int(), "0.weight_scale": torch.ones(48, 3)}
+    with pytest.raises(ValueError, match=r"^0\.weight_packed is .*deep_tile.read_weight"):
+        torch.nn.Sequential(nn.PackedLinear(352, 48, format="int4")).load_state_dict(saved, strict=False)
+
+
 def test_numbers_in_other_dtypes_are_not_loaded():
     """Bytes of exponents are no scales, and torch copies them as if they were."""
     state = linear().state_dict()
