@@ -78,8 +78,8 @@ train: _launcher api both cast config dense experts gated gradients grouped jit 
 packed_layers: blocks config dense experts grouped kinds operation packed quantize sources tensors
 nn: api blocks cast checks config formats integrations jit linear packed_layers quantize replaceable tensors
 distributed: blocks config nn ops quantize tensors
-integrations: __init__ api blocks cast compat config discovery experts grouped kinds linear logits nn norms options
-    packed_layers quantize replaceable select tensors train
+integrations: __init__ api blocks cast compat config discovery experts formats grouped kinds linear logits nn norms
+    options packed_layers quantize replaceable select tensors train
 compat: {CALL} api checks codegen dense discovery experts grouped logits options quantize sums thin transposed wgrad
 torch_compat: api config dense finishes grouped tensors
 method: {SIZES} api checks discovery operation quantize select tensors

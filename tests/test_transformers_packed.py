@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from formats import draw
 from test_transformers_experts import agree, fill, in_turn, make_layer, routed
 
 from deep_tile import nn
@@ -52,7 +53,59 @@ def test_other_experts_stay():
     assert integration.pack(of(layer)) == []
 
 
+def in_gpt_oss(device="cpu"):
+    """gpt-oss' experts as transformers converts them, and what the checkpoint has."""
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss", reason="needs transformers")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    sizes = {"hidden_size": 288, "intermediate_size": 160, "num_local_experts": 4}
+    with torch.device(device):
+        layer = gpt_oss.modeling_gpt_oss.GptOssExperts(gpt_oss.GptOssConfig(**sizes)).bfloat16()
+    given = []
+    for name, n, k in (("gate_up_proj", 320, 288), ("down_proj", 288, 160)):
+        codes, scales, *_ = draw("mxfp4", (4, n, k), device)
+        codes[:, :16] = codes[:, :16] & 0x33  # groups of small numbers, and of zeros
+        codes[:, :8], scales = codes[:, :8] & 0x88, scales.view(torch.uint8).clamp(110, 120)
+        wide = mxfp4.convert_moe_packed_tensors(codes.unflatten(-1, (-1, 16)), scales)
+        getattr(layer, name).data = wide
+        getattr(layer, f"{name}_bias").data = torch.randn(4, n, device=device).bfloat16()
+        given += [codes.unflatten(-1, (-1, 16)), scales]
+    return layer, (*given, layer.gate_up_proj_bias.data, layer.down_proj_bias.data)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_experts_of_gpt_oss_are_packed(device):
+    layer, given = in_gpt_oss(device)
+    model = of(layer)
+    assert integration.pack(model) == ["1.experts"]
+    same = nn.PackedExperts.from_codes(*given, interleaved=True, limit=7.0, alpha=1.702, beta=1.0)
+    tokens = torch.randn(9, 288, device=device).bfloat16()
+    routing = torch.randint(0, 4, (9, 2), device=device), torch.rand(9, 2, device=device).bfloat16()
+    out, wanted = model[1]["experts"](tokens, *routing), layer(tokens, *routing).float()
+    assert torch.equal(out, same(tokens, *routing))
+    assert (out - wanted).norm() < 0.06 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_experts_of_gpt_oss_in_other_numbers_stay(name):
+    layer, _ = in_gpt_oss()
+    getattr(layer, name).data[3, 5, 9] = 0.7
+    assert integration.pack(of(layer)) == []
+
+
+def test_experts_in_the_order_of_kernels_are_refused():
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    (layer, _), experts = in_gpt_oss(), torch.nn.Module.__new__(mxfp4.Mxfp4GptOssExperts)
+    torch.nn.Module.__init__(experts)
+    model = torch.nn.Sequential(of(layer), of(experts))
+    with pytest.raises(ValueError, match=r"^1\.1\.experts holds its weights in .*Mxfp4Config\(dequantize=True"):
+        integration.pack(model)
+    assert model[0][1]["experts"] is layer
+
+
 def test_what_cannot_be_packed():
+    layer, _ = in_gpt_oss()
+    with pytest.raises(ValueError, match="model is a layer of experts"):
+        integration.pack(layer)
     layer = in_fp4()
     with pytest.raises(ValueError, match="model is a layer of experts"):
         integration.pack(layer)
