@@ -13,7 +13,7 @@ from deep_tile import formats, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div
 from deep_tile.quantize import FP8_DTYPE
 
-_FLOATS = ("weight_packed", "weight", "weight_scale", "weight_global_scale", "weight_scale_2")
+_FLOATS = ("weight_packed", "weight", "weight_scale", "scale", "weight_global_scale", "weight_scale_2")
 _WORDS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 _QWEIGHT = ("qweight", "qzeros", "scales", "g_idx")
 _FACTORS_OF_INPUTS = "pre_quant_scale"
@@ -21,8 +21,12 @@ _NAMES = dict.fromkeys((*_FLOATS, *_WORDS, *_QWEIGHT, _FACTORS_OF_INPUTS))
 
 _KNOWN = (
     "known are compressed-tensors' weight_packed and weight_scale, with weight_shape for INT4 and weight_global_scale "
-    "for NVFP4; ModelOpt's weight, weight_scale and weight_scale_2; qweight, qzeros and scales of GPTQ and AWQ"
+    "for NVFP4; ModelOpt's weight, weight_scale and weight_scale_2; weight and scale of DeepSeek-V4's experts; and "
+    "qweight, qzeros and scales of GPTQ and AWQ"
 )
+
+_MXFP4 = ((torch.uint8, torch.uint8), (torch.uint8, formats.E8M0), (torch.int8, formats.E8M0))
+"""Dtypes of weight and scale."""
 
 _PER_WORD = 8
 """Integers in an int32, the first in its lowest bits."""
@@ -68,6 +72,7 @@ def read_weight(state_dict: Mapping[str, torch.Tensor], prefix: str = "") -> Cod
     weight_scale_2
     weight_packed, weight_scale         compressed-tensors,    mxfp4
     (uint8)                             mxfp4-pack-quantized
+    weight (int8), scale (e8m0)         DeepSeek-V4, experts   mxfp4
     =================================== ====================== =====================================================
 
     Args:
@@ -78,39 +83,53 @@ def read_weight(state_dict: Mapping[str, torch.Tensor], prefix: str = "") -> Cod
         A dictionary: weight, scale, format and global_scale, as for `to_blocks`.
 
     Raises:
-        TypeError: a value is no tensor.
+        TypeError: a value is no tensor, or an argument of another type.
         ValueError: the tensors are in no such format, do not fit together, or are on meta; columns of a group are not
             beside each other (act-order); zero points of GPTQ are not those of symmetric weights; or inputs have a
             factor for each column (pre_quant_scale).
     """
-    given = {name: state_dict[prefix + name] for name in _NAMES if prefix + name in state_dict}
-    tensors.require_values("read_weight", **given)
-    if given:
-        tensors.require_tensors(**given)
-    for name, x in given.items():
-        given[name] = x.detach()
-        if x.is_meta:
-            raise ValueError(f"{prefix}{name} is on meta, without memory: read a weight when it is loaded")
+    given = _given(state_dict, prefix)
     if _FACTORS_OF_INPUTS in given:
         raise ValueError(f"{_FACTORS_OF_INPUTS} multiplies columns of inputs, which no call does: export without it")
     weight = given.get("weight_packed", given.get("weight"))
     if given.keys() >= {"qweight", "qzeros", "scales"}:
         return _of_qweight(given)
-    if weight is None or "weight_scale" not in given:
-        found = f"has {', '.join(given)}" if given else "has none of the tensors that are known"
-        raise ValueError(f"state_dict {found} behind prefix {prefix!r}; {_KNOWN}")
-    return _of_words(weight, given) if weight.dtype == torch.int32 else _of_floats(weight, given)
+    if weight is None or given.keys().isdisjoint({"weight_scale", "scale"}):
+        dot = "" if prefix.endswith(".") or not prefix else ", which ends without a dot"
+        found = ", ".join(given) or "none of the tensors that are known"
+        raise ValueError(f"state_dict has {found} behind prefix {prefix!r}{dot}; {_KNOWN}")
+    if weight.dtype == torch.int32 and "weight_scale" in given:
+        return _of_words(weight, given)
+    return _of_floats(weight, given.get("weight_scale", given.get("scale")), given)
 
 
-def _of_floats(weight: torch.Tensor, given: dict[str, torch.Tensor]) -> Codes:
-    scale, factor = given["weight_scale"], given.get("weight_scale_2")
+def _given(state_dict: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The known tensors by their own names, without gradients."""
+    for name, value, kind in (("state_dict", state_dict, Mapping), ("prefix", prefix, str)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is of type {type(value).__name__}; pass tensors by name, and what is before names")
+    given = {name: state_dict[prefix + name] for name in _NAMES if prefix + name in state_dict}
+    tensors.require_values("read_weight", **given)
+    if given:
+        tensors.require_tensors(**given)
+    for name, x in given.items():
+        if x.is_meta:
+            raise ValueError(f"{prefix}{name} is on meta, without memory: read a weight when it is loaded")
+    return {name: x.detach() for name, x in given.items()}
+
+
+def _of_floats(weight: torch.Tensor, scale: torch.Tensor, given: dict[str, torch.Tensor]) -> Codes:
+    factor = given.get("weight_scale_2")
     if "weight_global_scale" in given:
         factor = given["weight_global_scale"].float().reciprocal()
-    if weight.dtype == torch.uint8 and scale.dtype == FP8_DTYPE and factor is not None:
-        return Codes(weight=weight, scale=scale, format="nvfp4", global_scale=factor)
-    if weight.dtype == torch.uint8 and scale.dtype in (torch.uint8, formats.E8M0) and factor is None:
-        return Codes(weight=weight, scale=scale, format="mxfp4", global_scale=None)
-    raise ValueError(f"{formats.seen(weight, scale)}, of {', '.join(given)}; {_KNOWN}")
+    dtypes, name = (weight.dtype, scale.dtype), None
+    if dtypes == (torch.uint8, FP8_DTYPE) and factor is not None:
+        name = "nvfp4"
+    elif dtypes in _MXFP4 and factor is None:
+        name = "mxfp4"
+    if name is None or "weight_zero_point" in given:
+        raise ValueError(f"{formats.seen(weight, scale)}, of {', '.join(given)}; {_KNOWN}")
+    return Codes(weight=weight, scale=scale, format=name, global_scale=factor)
 
 
 def _of_words(weight: torch.Tensor, given: dict[str, torch.Tensor]) -> Codes:

@@ -117,12 +117,16 @@ def test_order_of_columns_that_is_none():
     assert torch.equal(meaning(codes), wanted)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("saver", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize(
+    ("saver", "name"),
+    [("compressed-tensors", "nvfp4"), ("compressed-tensors", "mxfp4"), ("modelopt", "nvfp4"), ("deepseek", "mxfp4")],
+)
 def test_floats_of_4_bits(saver, name):
     weight, scale, arguments, wanted = draw(name, (N, K))
     saved = {"weight_packed": weight, "weight_scale": scale if name == "nvfp4" else scale.view(torch.uint8)}
-    if name == "nvfp4" and saver == "modelopt":
+    if saver == "deepseek":
+        saved = {"weight": weight.view(torch.int8), "scale": scale}
+    elif saver == "modelopt":
         saved = {"weight": weight, "weight_scale": scale, "weight_scale_2": arguments["global_scale"]}
     elif name == "nvfp4":
         saved["weight_global_scale"] = 1 / arguments["global_scale"].reshape(1)
@@ -130,7 +134,7 @@ def test_floats_of_4_bits(saver, name):
     prefix = "model.layers.3.mlp.down_proj."
     codes = read_weight({prefix + own: x for own, x in saved.items()} | {"weight": torch.zeros(3)}, prefix)
     assert codes["format"] == name
-    codes["scale"] = codes["scale"].view(scale.dtype)
+    codes["weight"], codes["scale"] = codes["weight"].view(torch.uint8), codes["scale"].view(scale.dtype)
     torch.testing.assert_close(meaning(codes), wanted, rtol=1e-6, atol=0)
     assert deep_tile.pack_weight(**codes).weight.shape[0] == N
 
@@ -147,6 +151,8 @@ BAD = {
             "weight is torch.float8_e4m3fn .* of weight, weight_scale; known are"),
     "no global scale": ({"weight_packed": torch.zeros(N, K // 2).byte(),
                          "weight_scale": torch.ones(N, K // 16).to(FP8_DTYPE)}, ValueError, "known are .*global_sc"),
+    "fp4 with zero points": (dict.fromkeys(("weight", "weight_scale", "weight_zero_point"), torch.zeros(N, 16).byte()),
+                             ValueError, "of weight, weight_scale, weight_zero_point; known are"),
     "no tensor": ({"weight": 3.0}, TypeError, "weight must be a torch.Tensor"),
     "on meta": (changed(gptq, scales=torch.ones(4, N, device="meta")), ValueError, "scales is on meta"),
     "no shape": (changed(compressed, weight_shape=None), ValueError, "pass its weight_shape, too"),
@@ -171,6 +177,15 @@ BAD = {
 def test_what_is_refused(state_dict, error, match):
     with pytest.raises(error, match=match):
         read_weight(state_dict)
+
+
+def test_arguments_that_are_none():
+    with pytest.raises(TypeError, match="state_dict is of type Tensor; pass tensors by name"):
+        read_weight(torch.zeros(3))
+    with pytest.raises(TypeError, match="prefix is of type NoneType"):
+        read_weight({}, None)
+    with pytest.raises(ValueError, match="behind prefix 'layer', which ends without a dot"):
+        read_weight({"layer.weight": torch.zeros(3)}, "layer")
 
 
 def test_words_are_no_weight():
