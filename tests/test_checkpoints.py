@@ -111,6 +111,15 @@ def test_experts_in_one_tensor(name):
     assert torch.equal(meaning(codes), wanted) and deep_tile.pack_weight(**codes).weight.shape[:2] == (3, N)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SAVED)
+def test_a_gpu_reads_the_same(name):
+    saved = SAVED[name](*drawn(128)[:3])
+    here, there = (read_weight({own: x.to(device) for own, x in saved.items()}) for device in ("cpu", "cuda"))
+    assert here["format"] == there["format"]
+    assert all(torch.equal(here[own], there[own].cpu()) for own in ("weight", "scale"))
+
+
 def test_order_of_columns_that_is_none():
     *saved, wanted = drawn(128)
     codes = read_weight(gptq(*saved) | {"g_idx": torch.arange(K, dtype=torch.int32) // 128})

@@ -1,6 +1,8 @@
 """transformers' experts in FP4, multiplied in 4 bits, against those in FP8 of the same weights."""
 
+import json
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +85,77 @@ def test_experts_of_gpt_oss_are_packed(device):
     out, wanted = model[1]["experts"](tokens, *routing), layer(tokens, *routing).float()
     assert torch.equal(out, same(tokens, *routing))
     assert (out - wanted).norm() < 0.06 * wanted.norm()
+
+
+SIZES = {"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "pad_token_id": 0}
+MODELS = {
+    "GptOss": (
+        {"intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 4},
+        {"quant_method": "mxfp4"},
+        ("_blocks", "_scales"),
+    ),
+    "DeepseekV4": (
+        {"moe_intermediate_size": 160, "head_dim": 128, "q_lora_rank": 128, "o_lora_rank": 128, "o_groups": 2}
+        | {"num_experts_per_tok": 4, "n_routed_experts": 4, "index_n_heads": 2, "index_head_dim": 128},
+        {"quant_method": "fp8", "expert_dtype": "fp4", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+        | {"modules_to_not_convert": [".*self_attn.*", ".*shared_experts.*", ".*gate", ".*hc.*", "lm_head"]},
+        ("weight", "scale"),
+    ),
+}
+"""Sizes of small models, `quantization_config` of checkpoints, and what their experts' tensors are called."""
+
+
+def save_in_fp4(name, directory):
+    """Write a checkpoint with random experts in FP4, under the names that checkpoints of this model have."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    files = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    sizes, quantization, (of_weight, of_scale) = MODELS[name]
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES, **sizes))
+    model.bfloat16().save_pretrained(directory)
+    saved = {}
+    for own, x in files.load_file(directory / "model.safetensors").items():
+        if ".experts." not in own or own.endswith("bias"):
+            saved[own] = x
+            continue
+        *leading, n, k = x.mT.shape if name == "GptOss" else x.shape
+        codes, scales, *_ = draw("mxfp4", (*leading, n, k))
+        scales = scales.view(torch.uint8).clamp(118, 122)
+        of_gpt_oss = codes.unflatten(-1, (-1, 16)), scales
+        made = of_gpt_oss if name == "GptOss" else (codes.view(torch.int8), scales.view(torch.float8_e8m0fnu))
+        own = own.removesuffix("weight")
+        saved |= {own + of_weight: made[0], own + of_scale: made[1]}
+    files.save_file(saved, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"quantization_config": quantization, "dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def loaded(directory, **quantization):
+    """The model as transformers loads it on a GPU."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.quantizers import quantizer_finegrained_fp8 as fp8
+
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= quantization
+    (directory / "config.json").write_text(json.dumps(config))
+    with mock.patch.object(fp8.FineGrainedFP8HfQuantizer, "validate_environment"):
+        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_are_packed(tmp_path, name):
+    """As files have them, against the same model in BF16."""
+    save_in_fp4(name, tmp_path)
+    model, wide = loaded(tmp_path, dequantize=name == "GptOss"), loaded(tmp_path, dequantize=True)
+    assert integration.pack(model) == ["model.layers.0.mlp.experts"]
+    packed, experts = (one.model.layers[0].mlp.experts for one in (model, wide))
+    assert packed.gating["limit"] == experts.limit
+    tokens, shares = 8 * torch.randn(9, 256).bfloat16(), torch.rand(9, 4).bfloat16()
+    chosen = torch.arange(4).expand(9, 4).contiguous()
+    out, wanted = packed(tokens, chosen, shares), experts(tokens, chosen, shares)
+    assert (out - wanted).norm() < 0.08 * wanted.norm()
+    assert model(torch.arange(33)[None]).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
