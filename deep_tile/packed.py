@@ -76,9 +76,10 @@ def pack_weight(
 ) -> Packed:
     """Pack a 4-bit weight for `packed_gemm` and `packed_grouped_gemm`.
 
-    Call it when a model is loaded. No bit is lost: `unpack_weight` is the inverse. GEMMs convert the packed weight to
-    this FP8 weight: for MXFP4 the result of `to_blocks`, exact unless scales within a 128x128 block differ by more than
-    2**14; for NVFP4 elements times their group scales, rounded to e4m3; for INT4 the integers, exactly.
+    Call it when a model is loaded; `read_weight` makes its arguments of a checkpoint's tensors. No bit is lost:
+    `unpack_weight` is the inverse. GEMMs convert the packed weight to this FP8 weight: for MXFP4 the result of
+    `to_blocks`, exact unless scales within a 128x128 block differ by more than 2**14; for NVFP4 elements times their
+    group scales, rounded to e4m3; for INT4 the integers, exactly.
 
     Args:
         weight: [..., n, k / 2] packed, or for MXFP4 [..., n, k / 32, 16], as for `to_blocks`; n a multiple of 16.
