@@ -95,6 +95,19 @@ def test_elements_of_a_row_are_saved_with_it(tmp_path):
             other.load_state_dict(saved)
 
 
+@pytest.mark.parametrize(("make", "saved"), [(linear, 352), (linear, [1, 352]), (linear, [2]), (make_experts, [1])])
+def test_codes_in_another_order_are_refused(make, saved):
+    """Among them what a linear layer of an earlier version keeps, its elements per row alone."""
+    state, name = torch.nn.Sequential(make()).state_dict(), "0._extra_state"
+    assert state[name][0] == packed.ORDER
+    for other in (torch.tensor(saved), saved):
+        with pytest.raises(
+            ValueError, match=r"0\._extra_state is \[.*\], and \[2.* this version's order: .*from_codes"
+        ):
+            torch.nn.Sequential(make()).load_state_dict(state | {name: other})
+    torch.nn.Sequential(make()).load_state_dict({key: x for key, x in state.items() if key != name})
+
+
 def test_numbers_in_other_dtypes_are_not_loaded():
     """Bytes of exponents are no scales, and torch copies them as if they were."""
     state = linear().state_dict()
