@@ -177,8 +177,8 @@ class PackedExperts(_Layer):
     and adds up each token's results with their weights.
 
     h = gate * sigmoid(alpha * gate) * (up + beta), as in `silu_mul_cast_to_fp8`. Nothing waits for the GPU, so one CUDA
-    graph serves every choice of experts. Refuses gradients. `state_dict()` is as of `PackedLinear`, its `_extra_state`
-    the order alone.
+    graph serves every choice of experts. Refuses gradients. `state_dict()` has the order in which codes are packed, its
+    `_extra_state`, and loads into a layer of the same sizes and format; weights without it are refused.
 
     Attributes:
         gate_up, gate_up_scale: a `Packed`, made from [g, 2 * width, hidden]: gate rows, then as many up rows.
@@ -256,6 +256,16 @@ class PackedExperts(_Layer):
             layer._give(name, *made, bias)
         _check_experts(layer, _k_of(gate_up, gate_up_scale), _k_of(down, down_scale))
         return layer
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        given = [name for name in ("gate_up", "down") if prefix + name in state_dict]
+        if given and f"{prefix}_extra_state" not in state_dict:
+            raise ValueError(
+                f"{prefix}{given[0]} is given without {prefix}_extra_state, which tells the order of its codes; layers "
+                "that were saved without one have another: make the layer with from_codes of a checkpoint's weights. "
+                "To weights that this version's deep_tile.pack_weight has made, add the layer's get_extra_state()"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Run each token through its experts and add up their results.
