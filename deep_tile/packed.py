@@ -18,8 +18,16 @@ from deep_tile.quantize import FP8_DTYPE, FP8_MAX, WEIGHT_BLOCK, scale_shape
 BY_BYTES = {kind.packing.row_bytes: kind for kind in PACKED.values()}
 """Kinds with packed weights, by bytes per row and K block."""
 
+ORDER = 2
+"""The number of the order of codes below, which layers are saved with (packed_layers.py): weights of another order have
+as many bytes and other values."""
+
 _COLUMN = 32
 """Contiguous codes per row: 16 bytes."""
+
+_WORDS = (2, _COLUMN // 8, 4)
+"""A column's codes by half, word and place: each word has four codes of either half, as a WGMMA thread has them of A in
+registers, and codes 0 to 3 of a word are of the first half."""
 
 _SIGNS = (4, 0, 5, 1, 6, 2, 7, 3)
 """Which code's sign each nibble holds, in a group of eight: four signs are then the top bits of four bytes, the other
@@ -313,7 +321,7 @@ def _packed(weight: torch.Tensor, scales: torch.Tensor | None, kind: Kind) -> to
     n, per_block = len(weight), SCALE_BLOCK // kind.packing.group
     k_blocks = _k_blocks(2 * weight.shape[1])
     weight = F.pad(weight, (0, -weight.shape[1] % (SCALE_BLOCK // 2)))
-    codes = torch.stack([weight & 15, weight >> 4], -1).view(-1, 8)
+    codes = torch.stack([weight & 15, weight >> 4], -1).view(-1, *_WORDS).transpose(1, 2).reshape(-1, 8)
     if kind.name == "int4":
         nibbles = torch.tensor(_INTEGERS, dtype=torch.uint8, device=weight.device)[codes.int()]
         words = nibbles[:, :4] | nibbles[:, 4:] << 4
@@ -346,6 +354,7 @@ def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Ten
         signs = torch.empty_like(nibbles)
         signs[..., _SIGNS] = nibbles & 8
         codes = nibbles & 7 | signs
+    codes = codes.unflatten(-1, (_WORDS[0], _WORDS[2])).transpose(-3, -2)
     codes = codes.reshape(*leading, n, k_blocks * SCALE_BLOCK)
     scales = scales.unflatten(-1, (UNIT_ROWS, per_block)).permute(0, 2, 3, 1, 4)
     return codes, scales.reshape(*leading, n, k_blocks * per_block)

@@ -42,9 +42,29 @@ class _Layer(torch.nn.Module):
         for name in () if keep_vars else [name for name in self._parameters if name.endswith("_scale")]:
             destination[prefix + name] = destination[prefix + name].contiguous()
 
+    def get_extra_state(self) -> torch.Tensor:
+        """The order of the codes, and more numbers of a layer: as a tensor, the only kind of value that safetensors
+        keeps."""
+        return torch.tensor(self._numbers(), device="cpu", dtype=torch.int64)
+
+    def _numbers(self) -> list[int]:
+        return [packed.ORDER]
+
+    def _check_numbers(self, prefix: str, numbers: list[int]) -> None:
+        """Raise ValueError unless weights that were saved with them are this layer's."""
+        own = self._numbers()
+        if numbers[:1] != own[:1] or len(numbers) != len(own):
+            raise ValueError(
+                f"{prefix}_extra_state is {numbers}, and {own} where codes are packed in this version's order: make "
+                "the layer with from_codes of a checkpoint's weight, and save it anew"
+            )
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Takes weights and scales in their dtypes alone, since torch would convert numbers, and lays them out as ours:
         a file that is mapped into memory puts them at any address."""
+        saved = state_dict.pop(f"{prefix}_extra_state", None)
+        if saved is not None and not getattr(saved, "is_meta", False):
+            self._check_numbers(prefix, torch.as_tensor(saved).reshape(-1).tolist())
         for name, own in self._parameters.items():
             if f"{prefix}{name}_packed" in state_dict:  # whose scale may have the name and shape of ours
                 raise ValueError(
@@ -69,7 +89,8 @@ class PackedLinear(_Layer):
     """`torch.nn.Linear` with a 4-bit weight: casts its input to FP8 and calls `packed_gemm`.
 
     Refuses gradients. `state_dict()` has the packed weight, and loads into a layer of the same sizes and format. Packed
-    rows are whole K blocks: how many elements they have is its `_extra_state`, which need not be there to load.
+    rows are whole K blocks: how many elements they have is in its `_extra_state`, with the order in which codes are
+    packed. It need not be there to load.
 
     Attributes:
         weight, weight_scale: a `Packed`, made from [out_features, in_features].
@@ -131,19 +152,16 @@ class PackedLinear(_Layer):
         layer._give("weight", *made, bias)
         return layer
 
-    def get_extra_state(self) -> torch.Tensor:
-        """`in_features`, as a tensor: the only kind of value that safetensors keeps."""
-        return torch.tensor(self.in_features, device="cpu", dtype=torch.int64)
+    def _numbers(self) -> list[int]:
+        return [*super()._numbers(), self.in_features]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        saved = state_dict.pop(f"{prefix}_extra_state", None)
-        known = saved is not None and not getattr(saved, "is_meta", False)
-        if known and int(saved) != self.in_features:
+    def _check_numbers(self, prefix: str, numbers: list[int]) -> None:
+        super()._check_numbers(prefix, numbers)
+        if numbers[-1] != self.in_features:
             raise ValueError(
-                f"{prefix}weight has {int(saved)} elements per row, and this layer takes {self.in_features}: make one "
-                f"with in_features={int(saved)}"
+                f"{prefix}weight has {numbers[-1]} elements per row, and this layer takes {self.in_features}: make one "
+                f"with in_features={numbers[-1]}"
             )
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] in bfloat16, float16 or float32 -> [..., out_features] in the same dtype."""
@@ -164,7 +182,8 @@ class PackedExperts(_Layer):
     and adds up each token's results with their weights.
 
     h = gate * sigmoid(alpha * gate) * (up + beta), as in `silu_mul_cast_to_fp8`. Nothing waits for the GPU, so one CUDA
-    graph serves every choice of experts. Refuses gradients.
+    graph serves every choice of experts. Refuses gradients. `state_dict()` has the order in which codes are packed, its
+    `_extra_state`, and loads into a layer of the same sizes and format; weights without it are refused.
 
     Attributes:
         gate_up, gate_up_scale: a `Packed`, made from [g, 2 * width, hidden]: gate rows, then as many up rows.
@@ -242,6 +261,16 @@ class PackedExperts(_Layer):
             layer._give(name, *made, bias)
         _check_experts(layer, _k_of(gate_up, gate_up_scale), _k_of(down, down_scale))
         return layer
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        given = [name for name in ("gate_up", "down") if prefix + name in state_dict]
+        if given and f"{prefix}_extra_state" not in state_dict:
+            raise ValueError(
+                f"{prefix}{given[0]} is given without {prefix}_extra_state, which tells the order of its codes; layers "
+                "that were saved without one have another: make the layer with from_codes of a checkpoint's weights. "
+                "To weights that this version's deep_tile.pack_weight has made, add the layer's get_extra_state()"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Run each token through its experts and add up their results.

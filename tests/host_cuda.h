@@ -206,12 +206,12 @@ inline unsigned __match_any_sync(unsigned mask, unsigned value) {
     meeting.wait();
     return alike;
 }
+#endif
 
 inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(mask, value, distance);
     return value;
 }
-#endif
 
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
     for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(mask, value, distance));

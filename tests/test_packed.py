@@ -125,11 +125,27 @@ def test_nibbles_of_integers_become_bytes_of_e4m3():
     codes = torch.arange(16, dtype=torch.uint8)
     weight = codes.view(-1, 2)[:, 0] | codes.view(-1, 2)[:, 1] << 4
     b = pack_weight(weight.repeat(16, 2), torch.ones(16, 1), format="int4_128")
-    words = b.weight.flatten()[:8].view(torch.int32).long() & 0xFFFFFFFF
-    halves = torch.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], 1)
-    made = (halves + (halves & 0x01010101) * 0x81).to(torch.int32).flatten()
+    words = b.weight.flatten()[:16].view(torch.int32).long() & 0xFFFFFFFF
+    halves = torch.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F])
+    made = (halves + (halves & 0x01010101) * 0x81).to(torch.int32)
     values = made.view(torch.uint8).view(torch.float8_e4m3fn).float() * 256
-    assert values.tolist() == [*range(8), *range(-8, 0)]
+    assert values.tolist() == [[*range(8), *range(-8, 0)]] * 2
+
+
+@each_format
+@pytest.mark.parametrize("row", [0, 5, 15])
+def test_where_a_code_is(name, row):
+    """Word t of a row's column has codes 4t to 4t + 3 of each half of its 32."""
+    _, scale, arguments = drawn(name, (16, 256), spread=0)
+    for k in range(256):
+        weight = torch.zeros(16, 128, dtype=torch.uint8)
+        weight[row, k // 2] = 1 << k % 2 * 4
+        units = pack_weight(weight, scale, **arguments).weight.view(2, -1)[:, : 16 * 64].contiguous().view(torch.int32)
+        ((block, word),) = units.nonzero().tolist()
+        column, half, t, place = k % 128 // 32, k // 16 % 2, k // 4 % 4, k % 4
+        assert (block, word) == (k // 128, (16 * column + row) * 4 + t)
+        bit = 8 * place + 4 * half + 1 if name == "int4" else 4 * (4 * half + place)
+        assert units[block, word].item() == 1 << bit
 
 
 def test_int4_whose_scales_differ_within_128_is_refused():

@@ -102,6 +102,31 @@ def test_scales_of_weights_that_are_not_packed_are_not_loaded():
         torch.nn.Sequential(nn.PackedLinear(352, 48, format="int4")).load_state_dict(saved, strict=False)
 
 
+@pytest.mark.parametrize(("make", "saved"), [(linear, 352), (linear, [1, 352]), (linear, [2]), (make_experts, [1])])
+def test_codes_in_another_order_are_refused(make, saved):
+    """Among them what a linear layer of an earlier version keeps, its elements per row alone."""
+    state, name = torch.nn.Sequential(make()).state_dict(), "0._extra_state"
+    assert state[name][0] == packed.ORDER
+    for other in (torch.tensor(saved), saved):
+        with pytest.raises(
+            ValueError, match=r"0\._extra_state is \[.*\], and \[2.* this version's order: .*from_codes"
+        ):
+            torch.nn.Sequential(make()).load_state_dict(state | {name: other})
+
+
+def test_experts_that_do_not_say_their_order_are_refused():
+    """As those of an earlier version are saved. Biases have no order."""
+    layer = make_experts()
+    state = layer.state_dict()
+    said = state.pop("_extra_state")
+    with pytest.raises(ValueError, match=r"gate_up is given without _extra_state, .*from_codes.*get_extra_state"):
+        make_experts().load_state_dict(state)
+    make_experts().load_state_dict({"down_bias": state["down_bias"]}, strict=False)
+    other = make_experts()
+    other.load_state_dict(state | {"_extra_state": other.get_extra_state()})
+    assert torch.equal(said, other.get_extra_state()) and torch.equal(other.down, layer.down)
+
+
 def test_numbers_in_other_dtypes_are_not_loaded():
     """Bytes of exponents are no scales, and torch copies them as if they were."""
     state = linear().state_dict()

@@ -5,6 +5,10 @@
 // bits; the top bits have the signs of codes 4, 0, 5, 1, 6, 2, 7, 3, so that a shift aligns four of them with four
 // bytes.
 //
+// A column has 32 contiguous codes of a row, in four words: word t has codes 4t to 4t + 3 of each half of the 32, those
+// of the first half as its codes 0 to 3. Converted, a word is the two registers of 32 of K that a thread gives WGMMA
+// for a row of an `a` in registers; the halves of a column's words are two pieces of 16 contiguous bytes.
+//
 // Integers need no table, since each row of a K block has one scale, which promotion applies. Up to 2^-5 the bytes of
 // e4m3 count in steps of 2^-9, so 2^-8 times an integer's magnitude has the byte 2 * magnitude. A nibble holds this
 // byte, or, for a negative integer, the byte minus 1: bit 0 is the sign. Byte i of a word has integers i and i + 4.
@@ -50,26 +54,33 @@ __device__ __forceinline__ u64 table_of(int byte) {
     return static_cast<u64>(high) << 32 | low;
 }
 
-// Converts eight e2m1 codes. `opaque` makes the compiler mask both selectors with one instruction.
-__device__ __forceinline__ uint2 eight_by_table(u32 codes, uint2 table) {
-    constexpr u32 magnitudes = 0x77777777, signs = 0x80808080;
-    const u32 selectors = ptx::opaque(static_cast<int>(codes & magnitudes));
-    return {ptx::prmt(table.x, table.y, selectors) | (codes & signs),
-            ptx::prmt(table.x, table.y, selectors >> 16) | (codes << 4 & signs)};
+// Masks a word's selectors of magnitudes. `opaque` makes the compiler mask those of both halves with one instruction.
+__device__ __forceinline__ u32 selectors_of(u32 codes) { return ptx::opaque(static_cast<int>(codes & 0x77777777)); }
+
+// Converts those four e2m1 codes of a word that are of one half of its column.
+__device__ __forceinline__ u32 four_by_table(u32 codes, u32 selectors, uint2 table, int half) {
+    return ptx::prmt(table.x, table.y, selectors >> 16 * half) | (codes << 4 * half & 0x80808080);
 }
 
-// Converts eight integers. Bit 0 times 0x81 sets the sign in bit 7 and adds the 1 that a negative integer's nibble
-// lacks.
-__device__ __forceinline__ uint2 eight_integers(u32 codes) {
-    constexpr u32 nibbles = 0x0f0f0f0f, bits = 0x01010101;
-    const u32 low = codes & nibbles, high = codes >> 4 & nibbles;
-    return {low + (low & bits) * 0x81, high + (high & bits) * 0x81};
+// Converts those four integers of a word that are of one half of its column. Bit 0 times 0x81 sets the sign in bit 7
+// and adds the 1 that a negative integer's nibble lacks.
+__device__ __forceinline__ u32 four_integers(u32 codes, int half) {
+    const u32 bytes = codes >> 4 * half & 0x0f0f0f0f;
+    return bytes + (bytes & 0x01010101) * 0x81;
 }
 
-// Converts eight codes, by group size. Groups as long as a K block are integers.
+// Converts a half of a word, by group size. Groups as long as a K block are integers.
 template <int group>
-__device__ __forceinline__ uint2 eight_elements(u32 codes, uint2 table) {
-    return group == scale_block ? eight_integers(codes) : eight_by_table(codes, table);
+__device__ __forceinline__ u32 four_elements(u32 codes, uint2 table, int half) {
+    return group == scale_block ? four_integers(codes, half) : four_by_table(codes, selectors_of(codes), table, half);
+}
+
+// Converts a word, its halves by the tables of their groups. Only groups of 16 have one for each.
+template <int group>
+__device__ __forceinline__ uint2 eight_elements(u32 codes, uint2 first, uint2 last) {
+    if constexpr (group == scale_block) return {four_integers(codes, 0), four_integers(codes, 1)};
+    const u32 selectors = selectors_of(codes);
+    return {four_by_table(codes, selectors, first, 0), four_by_table(codes, selectors, last, 1)};
 }
 
 }  // namespace deep_tile

@@ -1,8 +1,8 @@
 // Packed `b`: converts 4-bit weights to e4m3 for WGMMA, between TMA and the math warpgroups.
 //
-// Memory holds `b` in units, 16 rows by one K block: four columns, each with 16 bytes per row (32 codes); then one byte
-// per group scale, row by row (packed.py packs). A tile's units for one K block are contiguous, so one bulk copy
-// fetches them.
+// Memory holds `b` in units, 16 rows by one K block: four columns, each with 16 bytes per row (32 codes, in the order
+// of fourbit.cuh); then one byte per group scale, row by row (packed.py packs). A tile's units for one K block are
+// contiguous, so one bulk copy fetches them.
 #pragma once
 
 #include "fourbit.cuh"
@@ -132,10 +132,8 @@ class Converter {
         const u32 to = to_ + i * config.converter_warps * unit_rows * k_block_bytes;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const uint4 codes = unit.codes[j];
-            const int last = has_tables ? groups - 1 : 0;
-            write_piece(to ^ 2 * j << 4, codes.x, codes.y, unit.tables[j * groups]);
-            write_piece(to ^ 2 * j + 1 << 4, codes.z, codes.w, unit.tables[j * groups + last]);
+            const uint2 first = unit.tables[j * groups], last = unit.tables[j * groups + (has_tables ? groups - 1 : 0)];
+            write_column(to ^ 2 * j << 4, unit.codes[j], first, last);
         }
     }
 
@@ -172,10 +170,13 @@ class Converter {
         ptx::bar_sync(tables_barrier, threads);
     }
 
-    // Writes 16 row elements, one piece of the 128-byte swizzle.
-    __device__ __forceinline__ void write_piece(u32 to, u32 low, u32 high, uint2 table) const {
-        const uint2 first = eight_elements<config.b_group>(low, table), last = eight_elements<config.b_group>(high, table);
-        ptx::st_shared_v4(to, first.x, first.y, last.x, last.y);
+    // Writes a row's 32 elements of a column, two pieces of the 128-byte swizzle, by the tables of its halves.
+    static __device__ __forceinline__ void write_column(u32 to, uint4 codes, uint2 first, uint2 last) {
+        constexpr auto converted = eight_elements<config.b_group>;
+        const uint2 x = converted(codes.x, first, last), y = converted(codes.y, first, last);
+        const uint2 z = converted(codes.z, first, last), w = converted(codes.w, first, last);
+        ptx::st_shared_v4(to, x.x, y.x, z.x, w.x);
+        ptx::st_shared_v4(to ^ 1 << 4, x.y, y.y, z.y, w.y);
     }
 
     SharedStorage<config>& smem_;

@@ -1,7 +1,7 @@
 // Unpacks a 4-bit weight to FP8 in memory, for large GEMMs, which would wait for the converter warps (packed_b.cuh).
 //
 // deep_tile/cast.py launches it; packed.as_fp8 is the definition, equal in every bit. A warp takes a unit: eight lanes
-// have 16 codes of a row each, and write one cache line.
+// have 16 codes of a row each, and write one cache line. Two lanes read the same column, of which each has a half.
 #pragma once
 
 #include "fourbit.cuh"
@@ -14,11 +14,12 @@ __device__ __forceinline__ void unpack_unit(const u8* from, u8* to, i64 row_byte
     constexpr int rows_at_once = warp_threads / 8, passes = unit_rows / rows_at_once;
     constexpr int columns = 4, column_bytes = 16, scales_at = columns * unit_rows * column_bytes;
     const int lane = threadIdx.x % warp_threads, piece = lane % 8, column = piece / 2, half = piece % 2;
-    uint2 codes[passes], table[passes] = {};
+    uint4 codes[passes];
+    uint2 table[passes] = {};
 #pragma unroll
     for (int i = 0; i < passes; ++i) {
         const int row = i * rows_at_once + lane / 8;
-        codes[i] = reinterpret_cast<const uint2*>(from)[(column * unit_rows + row) * 2 + half];
+        codes[i] = reinterpret_cast<const uint4*>(from)[column * unit_rows + row];
         if constexpr (group < scale_block) {
             constexpr int groups = scale_block / group;
             table[i] = tables[from[scales_at + row * groups + piece * groups / 8]];
@@ -27,8 +28,9 @@ __device__ __forceinline__ void unpack_unit(const u8* from, u8* to, i64 row_byte
 #pragma unroll
     for (int i = 0; i < passes; ++i) {
         const int row = i * rows_at_once + lane / 8;
-        const uint2 a = eight_elements<group>(codes[i].x, table[i]), b = eight_elements<group>(codes[i].y, table[i]);
-        reinterpret_cast<uint4*>(to + row * row_bytes)[piece] = {a.x, a.y, b.x, b.y};
+        const auto converted = [&](u32 word) { return four_elements<group>(word, table[i], half); };
+        reinterpret_cast<uint4*>(to + row * row_bytes)[piece] = {converted(codes[i].x), converted(codes[i].y),
+                                                                 converted(codes[i].z), converted(codes[i].w)};
     }
 }
 
