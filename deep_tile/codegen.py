@@ -46,23 +46,34 @@ def _watch(watch: Watch) -> str:
 
 def _wgmma(config: GemmConfig) -> str:
     """`wgmma(d, a, b, accumulate)`: d[64, mma_n] (+)= a[64, mma_k] * b[mma_n, mma_k]^T, operands in shared memory.
+    A packed `b` from registers is `a` here, and `b` has 16 or 32 rows.
 
     PTX ISA, "wgmma.mma_async". Written before the headers because they call it in templates with built-in argument
     types, and name lookup then happens at the template's definition.
     """
+    if config.from_registers:
+        shapes = {rows: f"m64n{rows}k{config.mma_k}.{config.product.mma}" for rows in (16, 32)}
+        return "".join(_wgmma_function(rows // 2, shape, ", 1, 1", a_registers=4) for rows, shape in shapes.items())
     instruction = f"m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
     return _wgmma_function(config.mma_n // 2, instruction, _immediates(config), config.integer_sums)
 
 
-def _wgmma_function(registers: int, shape: str, immediates: str, integer_sums: bool = False) -> str:
-    """The wrapper with this many accumulators per thread; `shape` includes types, `immediates` end the instruction."""
+def _wgmma_function(
+    registers: int, shape: str, immediates: str, integer_sums: bool = False, a_registers: int = 0
+) -> str:
+    """The wrapper with this many accumulators per thread; `shape` includes types, `immediates` end the instruction. `a`
+    is in shared memory, or in registers."""
     instruction = f"wgmma.mma_async.sync.aligned.{shape}"
     sums, constraint = ("int", "r") if integer_sums else ("float", "f")
     outputs = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
     names = ", ".join(f"%{i}" for i in range(registers))
-    a, b, accumulate = (f"%{registers + i}" for i in range(3))
+    of_a = [f"%{registers + i}" for i in range(max(1, a_registers))]
+    b, accumulate = (f"%{registers + len(of_a) + i}" for i in range(2))
+    a = f"{{{', '.join(of_a)}}}" if a_registers else of_a[0]
+    declared = f"const unsigned (&a)[{a_registers}]" if a_registers else "unsigned long long a"
+    passed = ", ".join(f'"r"(a[{i}])' for i in range(a_registers)) or '"l"(a)'
     return f"""\
-__device__ __forceinline__ void wgmma({sums} (&d)[{registers}], unsigned long long a, unsigned long long b,
+__device__ __forceinline__ void wgmma({sums} (&d)[{registers}], {declared}, unsigned long long b,
                                       int accumulate) {{
     asm volatile(
         "{{\\n"
@@ -71,7 +82,7 @@ __device__ __forceinline__ void wgmma({sums} (&d)[{registers}], unsigned long lo
         "{instruction} {{{names}}}, {a}, {b}, p{immediates};\\n"
         "}}\\n"
         : {outputs}
-        : "l"(a), "l"(b), "r"(accumulate));
+        : {passed}, "l"(b), "r"(accumulate));
 }}
 """
 
@@ -88,11 +99,11 @@ _FIELDS = (
     *("block_m", "block_n", "block_k", "k_bytes", "a_span", "b_span", "b_rows", "stages"),
     *("cluster_m", "cluster_n", "split_k", "scale_blocks", "scales_at_once"),
     *("math_warpgroups", "scale_warps", "store_warps", "unit_warps", "converter_warps", "threads"),
-    *("math_registers", "producer_registers"),
+    *("math_registers", "producer_registers", "converter_registers"),
     *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
     *("pairs", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b"),
     *("bulk_scales", "reads_runs", "reads_any_runs"),
-    *("b_stages", "b_slots", "b_group", "b_unit_bytes", "unit_stages"),
+    *("b_stages", "b_slots", "b_slot_bytes", "b_group", "b_unit_bytes", "unit_stages", "k_parts", "from_registers"),
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
     *("tma_store", "transposed", "by_offs", "by_counts", "by_k", "integer_sums", "row_scales", "column_scales"),

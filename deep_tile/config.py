@@ -60,6 +60,9 @@ PACKED_TABLES = 256
 UNIT_ROWS = 16
 """Rows of a packed `b` whose K blocks are stored contiguously."""
 
+REGISTER_ROWS = 32
+"""Tile rows of products with a packed `b` that WGMMA reads from registers (register_b.cuh)."""
+
 PACKED_ACCUMULATOR_LIMITS = {4: 168, 8: 136}
 """`ACCUMULATOR_LIMIT` by converter warps, for kernels with one row chunk or with a second set of temporaries."""
 
@@ -152,8 +155,8 @@ class GemmConfig:
     @property
     def illegal_because(self) -> str | None:
         """The first hardware or layout rule this config breaks, or None."""
-        if self.block_m not in (64, 128, 256):
-            return f"block_m is {self.block_m}; supported are 64, 128 and 256"
+        if self.block_m not in (64, 128, 256) and not self.from_registers:
+            return f"block_m is {self.block_m}; supported are 64, 128 and 256, and with a packed b {REGISTER_ROWS}"
         if self.block_n % 16 or not 16 <= self.block_n <= 256:
             return f"block_n is {self.block_n}; WGMMA and stmatrix need a multiple of 16 from 16 to 256"
         if self.integer_sums and self.mma_n % 16 and self.mma_n > 24:
@@ -239,6 +242,8 @@ class GemmConfig:
     @property
     def _unpackable_because(self) -> str | None:
         """The first rule for packed operands that this config breaks, or None."""
+        if self.from_registers:
+            return self._unreadable_because
         if self.b_stages < 2:
             return (
                 f"b_stages is {self.b_stages}; a packed b needs at least 2 slots, so that one is read while another "
@@ -249,6 +254,19 @@ class GemmConfig:
             return f"kind is {self.kind!r}; a packed b is converted without {what}"
         if self.scale_blocks * self.block_n < UNIT_ROWS * self.converter_warps:
             return f"block_n is {self.block_n}; each of 4 warps converts at least {UNIT_ROWS} rows of a packed b"
+        return None
+
+    @property
+    def _unreadable_because(self) -> str | None:
+        """The first rule for a packed `b` from registers that this config breaks, or None."""
+        if self.multicast or self.by_k or self.b_stages or self.block_n > 2 * MMA_M:
+            what = f"up to {2 * MMA_M} columns, without multicast, groups along K and slots for b"
+            return f"block_m is {self.block_m}; such tiles have {what}"
+        if self.scale_blocks not in (self.k_parts, 2 * self.k_parts):
+            return (
+                f"scale_blocks is {self.scale_blocks}; in tiles of {self.block_m} rows each of {self.k_parts} K parts "
+                "has one or two"
+            )
         return None
 
     @property
@@ -420,6 +438,17 @@ class GemmConfig:
         return self.product.packing is not None
 
     @property
+    def from_registers(self) -> bool:
+        """Whether converter warps multiply a packed `b` themselves, from registers (register_b.cuh), instead of writing
+        it to slots."""
+        return self.is_packed and self.block_m == REGISTER_ROWS
+
+    @property
+    def k_parts(self) -> int:
+        """Converter warpgroups that multiply the same columns of a tile, each its part of a stage's K blocks."""
+        return 2 if self.from_registers and self.block_n <= MMA_M else 1
+
+    @property
     def b_group(self) -> int:
         """K elements that share a scale in a packed `b`: a K block if its units hold no scales; otherwise 0."""
         return self.product.packing.group if self.is_packed else 0
@@ -441,8 +470,15 @@ class GemmConfig:
 
     @property
     def b_slots(self) -> int:
-        """K blocks of `b` in shared memory."""
-        return self.b_stages or self.stages
+        """K blocks of `b` in shared memory; one slot if it holds a tile's sums instead."""
+        return 1 if self.from_registers else self.b_stages or self.stages
+
+    @property
+    def b_slot_bytes(self) -> int:
+        """Bytes per slot of `b`: a stage's rows, or a tile's padded sums by K part, in whole swizzle periods."""
+        if self.from_registers:
+            return round_up(self.k_parts * self.block_m * (self.block_n + 4) * 4, 1024)
+        return self.b_rows * self.k_bytes
 
     @property
     def k_range(self) -> tuple[int, int | None]:
@@ -466,7 +502,7 @@ class GemmConfig:
 
     @property
     def math_warpgroups(self) -> int:
-        return 1 if self.block_m == MMA_M else 2
+        return 1 if self.block_m <= MMA_M else 2
 
     @property
     def threads(self) -> int:
@@ -480,6 +516,8 @@ class GemmConfig:
         not, as in 64x96 and 64x112 with two scale blocks per stage."""
         if not self.is_packed:
             return 0
+        if self.from_registers:
+            return 8
         units = self.scale_blocks * self.block_n // UNIT_ROWS
         uneven = units % 8 > 0 and self.math_warpgroups > 1
         return 4 if self.chunks > 1 or units < 8 or uneven else 8
@@ -518,12 +556,12 @@ class GemmConfig:
 
     @property
     def chunks_m(self) -> int:
-        return self.rows_per_warpgroup // MMA_M
+        return ceil_div(self.rows_per_warpgroup, MMA_M)
 
     @property
     def chunks_n(self) -> int:
         """A K block's temporary accumulators must fit beside the tile's: wide tiles are multiplied in two halves."""
-        if not self.product.promotes:
+        if not self.product.promotes or self.from_registers:
             return 1
         limit = PACKED_ACCUMULATOR_LIMITS[4] if self.is_packed and self.chunks_m == 1 else ACCUMULATOR_LIMIT
         fits = self.accumulator_registers + self.block_n // 2 <= limit
@@ -540,12 +578,12 @@ class GemmConfig:
     @property
     def accumulator_registers(self) -> int:
         """FP32 accumulators per math thread: each holds 1/128 of its warpgroup's tile."""
-        return accumulator_registers(self.block_m, self.block_n, self.math_warpgroups)
+        return accumulator_registers(max(self.block_m, MMA_M), self.block_n, self.math_warpgroups)
 
     @property
     def block_registers(self) -> int:
-        """Temporary accumulators for one K block, before promotion."""
-        if not self.product.promotes:
+        """Temporary accumulators for one K block, before promotion; in math warps that multiply."""
+        if not self.product.promotes or self.from_registers:
             return 0
         return self.scale_blocks * MMA_M * self.mma_n // WARPGROUP_THREADS
 
@@ -560,7 +598,7 @@ class GemmConfig:
             limit -= 16
         if self.math_warpgroups == 2 and self.is_packed:
             limit = PACKED_ACCUMULATOR_LIMITS[self.converter_warps]
-        fits = self.accumulator_registers + 2 * self.block_registers <= limit
+        fits = self.accumulator_registers + 2 * self.block_registers <= limit and not self.from_registers
         return 2 if fits and self.chunks == 1 else 1
 
     @property
@@ -569,6 +607,8 @@ class GemmConfig:
         cases: an activation while half the tile is still multiplied, and with several chunks a quantised result or
         promoted sums that are then scaled."""
         accumulators = self.accumulator_registers + self.block_sets * self.block_registers
+        if self.from_registers:
+            return 152
         if self.is_packed and self.math_warpgroups == 2:
             return 176 if self.converter_warps == 8 else 224 if self.column_scales else 216
         late_work = self.quantizes or (self.row_scales and self.product.promotes)
@@ -581,9 +621,16 @@ class GemmConfig:
         four."""
         if not self.is_packed:
             return 3 * 168 - 2 * self.math_registers
+        if self.from_registers:
+            return 40
         warpgroups = self.threads // WARPGROUP_THREADS
         left = {3: 3 * 168, 4: 4 * 128, 5: 5 * 96}[warpgroups] - self.math_warpgroups * self.math_registers
         return left // (warpgroups - self.math_warpgroups) // 8 * 8
+
+    @property
+    def converter_registers(self) -> int:
+        """Registers per converter thread: a producer's, or, if these multiply, what the others leave."""
+        return (4 * 128 - self.math_registers - 40) // 2 if self.from_registers else self.producer_registers
 
     @property
     def carries_descriptors(self) -> bool:
@@ -743,8 +790,9 @@ class GemmConfig:
 
     @property
     def store_rows(self) -> int:
-        """Output-box rows per TMA store: a warp's rows if math warps store and boxes are few, else a warpgroup's."""
-        alone = self.store_warps == 0 and self.boxes < 4 and not self.transposed
+        """Output-box rows per TMA store: a warp's rows if math warps store and boxes are few or have more rows than a
+        tile; else a warpgroup's."""
+        alone = self.store_warps == 0 and (self.boxes < 4 or self.block_m < MMA_M) and not self.transposed
         return MMA_M // 4 if alone else MMA_M
 
     @property
@@ -784,7 +832,7 @@ class GemmConfig:
     @property
     def stage_bytes(self) -> int:
         a, b = self.product.a, self.product.b
-        b_bytes = 0 if self.b_stages else self.b_rows * b.bytes * self.block_k
+        b_bytes = 0 if self.b_stages or self.is_packed else self.b_rows * b.bytes * self.block_k
         operands = self.block_m * a.bytes * self.block_k + b_bytes
         if self.is_packed and self.math_warpgroups == 1:
             operands += self.unit_bytes
@@ -808,7 +856,7 @@ class GemmConfig:
     def fixed_bytes(self) -> int:
         """Shared-memory bytes that do not depend on the stage count. Each math warpgroup, and each `b` slot outside the
         ring, has two barriers; a packed `b` a table with 8-byte entries."""
-        apart = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
+        apart = (1 if self.from_registers else self.b_stages) * (self.b_slot_bytes + 2 * 8)
         if self.is_packed:
             apart += 8 * PACKED_TABLES + (self.unit_stages * self.unit_bytes if self.math_warpgroups == 2 else 0)
         scales = 0 if self.product.block_scales else self.scale_bytes

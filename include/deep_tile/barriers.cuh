@@ -18,7 +18,7 @@ __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& 
         for (int stage = 0; stage < config.stages; ++stage) {
             ptx::mbarrier_init(ptx::smem_address(&smem.full[stage]), 1 + (config.has_scales() ? warp_threads : 0));
         }
-        if constexpr (config.b_stages > 0) {
+        if constexpr (config.has_slots()) {
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
                 ptx::mbarrier_init(ptx::smem_address(&smem.slots.full[slot]), config.packed_b() ? config.converter_warps : 1);
@@ -33,11 +33,12 @@ __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& 
 template <GemmConfig config>
 __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>& smem) {
     constexpr int math_warps = config.math_warpgroups * warpgroup_threads / warp_threads;
+    constexpr int readers = config.from_registers ? config.converter_warps : math_warps;  // of stages
     constexpr int peers = config.peers();
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.stages; ++stage) {
-            ptx::mbarrier_init(ptx::smem_address(&smem.empty[stage]), math_warps * (warp_threads + peers));
+            ptx::mbarrier_init(ptx::smem_address(&smem.empty[stage]), readers * (warp_threads + peers));
         }
         if constexpr (config.packed_b()) {
 #pragma unroll
@@ -45,7 +46,7 @@ __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>&
                 ptx::mbarrier_init(ptx::smem_address(&smem.units.empty[stage]), config.converter_warps * warp_threads);
             }
         }
-        if constexpr (config.b_stages > 0) {
+        if constexpr (config.has_slots()) {
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
                 ptx::mbarrier_init(ptx::smem_address(&smem.slots.empty[slot]),

@@ -92,11 +92,13 @@ __device__ __forceinline__ u32 packed(float high, float low) {
     }
 }
 
-// First row of `out` that may not be written: the given end of the group, or the end of the matrix.
+// First row of `out` that may not be written: the given end of the group or tile, or the end of the matrix.
 template <GemmConfig config>
 __device__ __forceinline__ int row_end(const GemmParams& params, int group_end) {
     if constexpr (config.grouped()) {
         return group_end;
+    } else if constexpr (config.block_m < mma_m) {
+        return min(params.m, group_end);
     } else {
         return params.m;
     }

@@ -25,12 +25,13 @@ struct GemmConfig {
     int cluster_m, cluster_n, split_k;
     int scale_blocks, scales_at_once;
     int math_warpgroups, scale_warps, store_warps, unit_warps, converter_warps, threads;
-    int math_registers, producer_registers;
+    int math_registers, producer_registers, converter_registers;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
     bool pairs, carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b;
     bool bulk_scales, reads_runs, reads_any_runs;
-    int b_stages, b_slots, b_group, b_unit_bytes, unit_stages;
+    int b_stages, b_slots, b_slot_bytes, b_group, b_unit_bytes, unit_stages, k_parts;
+    bool from_registers;
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
@@ -66,6 +67,7 @@ struct GemmConfig {
     constexpr bool a_has_tail_map() const { return a_span == 0 && !row_groups(); }
     constexpr bool cuts_b() const { return transposed && b_span > 0 && b_rows == block_n; }  // the matrix's last box
     constexpr bool packed_b() const { return b_group > 0; }  // `b` has 4 bits in memory, and 8 where WGMMA reads it
+    constexpr bool has_slots() const { return b_stages > 0 || from_registers; }
     constexpr bool resident_b() const { return b_stages > 0 && !packed_b(); }
     constexpr bool moves_registers() const { return math_warpgroups == 2 || packed_b(); }  // by setmaxnreg
     constexpr int multicast_ctas() const { return cluster_m * cluster_n; }  // a cluster's CTAs of one K part
@@ -130,8 +132,8 @@ struct Partials<config, true> {
     alignas(1024) float partial[config.math_warpgroups][config.split_k - 1][vectors][warpgroup_threads][4];
 };
 
-// Mbarriers for a `b` outside the ring, resident or converted: a pair per slot.
-template <GemmConfig config, bool apart = (config.b_stages > 0)>
+// Mbarriers for a `b` outside the ring, resident or converted, or for a tile's sums: a pair per slot.
+template <GemmConfig config, bool apart = config.has_slots()>
 struct SlotBarriers {};
 
 template <GemmConfig config>
@@ -164,7 +166,7 @@ struct UnitBarriers<config, true> {
 template <GemmConfig config>
 struct alignas(1024) SharedStorage : Partials<config> {
     alignas(1024) u8 a[config.stages][config.block_m * config.k_bytes];
-    u8 b[config.b_slots][config.b_rows * config.k_bytes];
+    u8 b[config.b_slots][config.b_slot_bytes];  // or a tile's sums, where `b` comes from registers
     u8 out[config.math_warpgroups][config.store_buffers][mma_m * config.store_columns * config.out_bytes];
     [[no_unique_address]] PackedOperand<config> packed;
     alignas(16) float a_scale[config.scale_stages()][config.scale_blocks][config.has_scales() ? config.block_m : 4];

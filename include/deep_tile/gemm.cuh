@@ -10,18 +10,22 @@
 //   unit warp, if b is packed     bulk copies of 4-bit b to a ring of its own    waits units empty, expects bytes on full
 //   converter warps, likewise     convert 4-bit b of that ring to 8 bits, in a   wait units full, slot empty; arrive on
 //                                 slot                                           units empty, slot full
+//                                 or in registers, multiply it, and leave a      wait units full, full, slot empty;
+//                                 tile's sums in a slot (register_b.cuh)         arrive on units empty, empty, slot full
 //
 //   barrier       waited for by         arrivals                                 completes when
 //   full[s]       math warpgroups       1 operand lane + 32 lanes of a scale     stage s holds a, b and their scales
 //                                       warp + TMA bytes (some from peers)
 //   empty[s]      producer warps        every math thread, and 1 per math warp   no reader needs stage s any more,
-//                                       of each multicast peer                   here or in a peer
+//                                       of each multicast peer; or every         here or in a peer
+//                                       converter thread, if these multiply
 //   column full   math warpgroups       1 operand lane + TMA bytes               a K block of a resident b has landed
 //   column empty  operand warp          every math thread, in a column's last    no reader needs that K block any more
 //                                       tile
 //   units full    converter warps       1 unit lane + bytes of bulk copies       a K block of a packed b has landed
 //   units empty   unit warp             every converter thread                   it has been read
-//   slot full     math warpgroups       1 per converter warp                     a K block of b has been converted
+//   slot full     math warpgroups       1 per converter warp                     a K block of b has been converted, or
+//                                                                                a tile multiplied
 //   slot empty    converter warps       1 per math warp                          no reader needs it any more
 //   boxes full    a store warp          a math warpgroup's threads               its output boxes are written
 //   boxes empty   a math warpgroup      its store warp's threads                 their buffers have been read
@@ -42,15 +46,19 @@
 #include "operands.cuh"
 #include "packed_b.cuh"
 #include "reduce.cuh"
+#include "register_b.cuh"
 
 namespace deep_tile {
+
+template <GemmConfig config>
+using TileLoop = typename Conditional<config.from_registers, Collect<config>, MainLoop<config>>::type;
 
 // Consumes every tile assigned to this CTA: at least one in a dense grid (grid_size in schedule.py), perhaps none with
 // groups. Tile coordinates are computed after the tile's first WGMMAs are issued if these need not wait, otherwise
 // before: the opposite order makes ptxas promote 128x224 1 to 7 % slower (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
-    MainLoop<config> loop(params, smem, warpgroup);
+    TileLoop<config> loop(params, smem, warpgroup);
     Epilogue<config> epilogue(params, smem, warpgroup);
     TileScheduler<config> tiles(params);
     const int first_row = warpgroup * config.rows_per_warpgroup;
@@ -117,7 +125,7 @@ __device__ __forceinline__ void finish_part(const GemmParams& params, SplitReduc
 // Consumes every tile assigned to this CTA under split K: a tile's accumulators are summed over the cluster.
 template <GemmConfig config>
 __device__ __forceinline__ void consume_split(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
-    MainLoop<config> loop(params, smem, warpgroup);
+    TileLoop<config> loop(params, smem, warpgroup);
     SplitReduction<config> reduction(smem, warpgroup);
     Epilogue<config> epilogue(params, smem, warpgroup);
     TileScheduler<config> tiles(params);
@@ -204,7 +212,8 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     constexpr int first_producer = config.math_warpgroups * warpgroup_threads / warp_threads;
     constexpr int first_converter = first_producer + warpgroup_threads / warp_threads;
     const bool converts = config.packed_b() && warp >= first_converter;
-    if (config.moves_registers() && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
+    const bool gives_registers = warp >= first_producer && !(config.from_registers && converts);
+    if (config.moves_registers() && gives_registers) ptx::setmaxnreg_dec<config.producer_registers>();
     if (threadIdx.x == 0) prefetch_maps<config>(params);
     int requested = 0;
     const bool requests_operands = warp == first_producer;
@@ -242,6 +251,9 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         }
         const int store_warp = scale_warp - config.scale_warps;
         if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);
+    } else if constexpr (config.from_registers) {
+        ptx::setmaxnreg_inc<config.converter_registers>();
+        RegisterMultiplier<config>(params, smem, warp - first_converter).run();
     } else if constexpr (config.packed_b()) {
         convert_stages<config>(params, smem, warp - first_converter);
     }

@@ -216,6 +216,10 @@ __device__ __forceinline__ void st_shared_v4(u32 smem, u32 r0, u32 r1, u32 r2, u
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
+__device__ __forceinline__ void st_shared(u32 smem, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(value) : "memory");
+}
+
 __device__ __forceinline__ void st_shared(u32 smem, u16 bits) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem), "h"(bits) : "memory");
 }

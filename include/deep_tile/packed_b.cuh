@@ -73,6 +73,16 @@ __device__ __forceinline__ void produce_units(const GemmParams& params, SharedSt
     }
 }
 
+// Writes the tables, by all converter warps.
+template <GemmConfig config>
+__device__ __forceinline__ void write_tables(SharedStorage<config>& smem, int warp) {
+    constexpr int threads = config.converter_warps * warp_threads;
+    for (int table = warp * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
+        smem.packed.tables[table] = table_of<config.b_group>(table);
+    }
+    ptx::bar_sync(tables_barrier, threads);
+}
+
 // Converter warps: each takes its share of a stage's units, one after the other. A lane has one unit row and two of its
 // four 32-code columns: eight lanes read and write eight rows of one column, in different banks on both sides. A lane
 // reads a unit before it converts the previous one, and looks up the unit's tables after that conversion, so no lane
@@ -97,7 +107,7 @@ class Converter {
 
     __device__ __forceinline__ Converter(SharedStorage<config>& smem, int warp)
         : smem_(smem), warp_(warp), to_(ptx::smem_address(&smem.b[0][warp * unit_rows * k_block_bytes]) + piece_offset()) {
-        if constexpr (has_tables) write_tables();
+        if constexpr (has_tables) write_tables<config>(smem, warp);
     }
 
     // True if a stage has this warp's unit `i`: some warps lack the last one if the units do not divide evenly.
@@ -144,7 +154,6 @@ class Converter {
     }
 
    private:
-    static constexpr int threads = config.converter_warps * warp_threads;
     static constexpr int slot_bytes = config.block_n * config.k_bytes;
     static constexpr int columns = 4;                   // with 32 codes each, per K block
     static constexpr int column_bytes = 16;             // per row
@@ -161,13 +170,6 @@ class Converter {
     }
     static __device__ __forceinline__ u32 piece_offset() {
         return row() * k_block_bytes + ((2 * first_column() ^ row() % 8) << 4);
-    }
-
-    __device__ __forceinline__ void write_tables() {
-        for (int table = warp_ * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
-            smem_.packed.tables[table] = table_of<config.b_group>(table);
-        }
-        ptx::bar_sync(tables_barrier, threads);
     }
 
     // Writes a row's 32 elements of a column, two pieces of the 128-byte swizzle, by the tables of its halves.

@@ -24,10 +24,15 @@ using TileScheduler = typename Conditional<config.grouped(), AnyGroupScheduler<c
 template <GemmConfig config>
 using Tile = typename TileScheduler<config>::Tile;
 
-// Row in `out` at which the tile's group ends; 0 without groups, whose tiles end with the matrix.
+// Row in `out` at which the tile's group ends, or a tile that ends within an output box; 0 without either: such tiles end
+// with the matrix.
 template <GemmConfig config>
 __device__ __forceinline__ int group_end(const Tile<config>& tile) {
-    if constexpr (config.grouped()) {
+    if constexpr (config.block_m < mma_m) {
+        const int end = tile.out_row() + config.block_m;
+        if constexpr (config.grouped()) return min(tile.end, end);
+        return end;
+    } else if constexpr (config.grouped()) {
         return tile.end;
     } else {
         return 0;

@@ -116,6 +116,6 @@ template <GemmConfig config>
 using SlottedB = typename Conditional<config.packed_b(), ConvertedB<config>, ResidentB<config>>::type;
 
 template <GemmConfig config>
-using StoredB = typename Conditional<(config.b_stages > 0), SlottedB<config>, RingB<config>>::type;
+using StoredB = typename Conditional<config.has_slots(), SlottedB<config>, RingB<config>>::type;
 
 }  // namespace deep_tile
