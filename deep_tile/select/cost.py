@@ -43,6 +43,7 @@ CHAINED_CAST_US = 1.7
 
 
 PACKED_BLOCK_US = {
+    **{(32, 32, 4): (0.17, 0.12), (32, 64, 2): (0.155, 0.153), (32, 64, 4): (0.118, 0.124), (32, 128, 2): (0.2, 0.206)},
     **{(64, 32, 2): (0.134, 0.161), (64, 64, 1): (0.23, 0.276), (64, 64, 2): (0.174, 0.209)},
     **{(64, 96, 2): (0.28, 0.28), (64, 112, 2): (0.32, 0.305), (64, 128, 2): (0.262, 0.314)},
     **{(128, 64, 2): (0.254, 0.305), (128, 96, 1): (0.471, 0.512)},
@@ -56,9 +57,14 @@ others are fitted to 88 products of nine weights each, MXFP4 and INT4, with 256 
 and 1.013 times the best's time, at most 1.09 and 1.11; with each weight's by a fit to the other eight 1.003 and 1.015.
 For eight other weights it takes 1.005 and 1.001 times the best of three to five, at most 1.12 and 1.04 (H100,
 2026-11-27). 64x96 and 64x112 are fitted to 60 other products with 16 rows, or 96 to 512: over all of them the choice
-takes 1.002 times the best's time, at most 1.04 (H100, 2026-11-27)."""
+takes 1.002 times the best's time, at most 1.04 (H100, 2026-11-27). 32-row tiles are fitted to the choice among them and
+64-row tiles, over 60 products with 1 to 64 rows of twelve weights: it takes 1.004 times the best's time, at most 1.07
+(H100, 2026-11-27)."""
 
-PACKED_TILE_US = {(64, 96, 2, 2): 1.0, (64, 112, 2, 1): 0.5}
+PACKED_TILE_US = {
+    **{(32, 32, 4, 2): 0.13, (32, 64, 2, 2): 0.64, (32, 64, 2, 4): 0.53, (32, 64, 4, 1): 0.41, (32, 64, 4, 2): 2.48},
+    **{(32, 128, 2, 1): 1.44, (64, 96, 2, 2): 1.0, (64, 112, 2, 1): 0.5},
+}
 """`TileTimes.tile_us` of packed weights' tiles for which the typical one is too long, by tile, scale blocks and split
 K. Fitted with their times per K block."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
+from deep_tile.config import PAIRED_TILES, REGISTER_ROWS, SMEM_LIMIT_BYTES, GemmConfig
 from deep_tile.kinds import EVERY_KIND, QUANTIZED, RESULTS
 from deep_tile.walls import stages_max
 
@@ -15,6 +15,7 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2))
 _CLUSTER_FIELDS = "cluster_m", "cluster_n", "split_k"
 _ALONE, _PAIRS_ALONG_M = CLUSTERS[:1], CLUSTERS[:2]
 _MAX_STAGES = 24
+_MOST_WEIGHT_ROWS = 1024
 
 _DECODE_TILES = (
     *((32, 2, 1), (32, 2, 2), (48, 2, 1), (64, 1, 1), (64, 2, 1), (64, 1, 2), (64, 2, 2), (64, 2, 4)),
@@ -53,6 +54,7 @@ _SPLIT_TILES_OF_KINDS = ((128, 64, 2), (128, 128, 2))
 others (H200, 2026-11-24)."""
 
 _PACKED_TILES = (
+    *((32, 32, 4, 2), (32, 64, 2, 2), (32, 64, 2, 4), (32, 64, 4, 1), (32, 64, 4, 2), (32, 128, 2, 1)),
     *((64, 32, 2, 1), (64, 32, 2, 2), (64, 64, 1, 1), (64, 64, 2, 1), (64, 64, 2, 2), (64, 64, 2, 4)),
     *((64, 96, 2, 1), (64, 96, 2, 2), (64, 112, 2, 1), (64, 128, 2, 1), (64, 128, 2, 2)),
     *((128, 64, 2, 1), (128, 64, 2, 2), (128, 128, 1, 1), (128, 128, 1, 2)),
@@ -63,7 +65,8 @@ _PACKED_TILES = (
 takes 1.001 times the best of 23 tiles and unpacking, at most 1.04; INT4 1.011, at most 1.11. Without the last seven
 1.014 and 1.049, at most 1.20 and 1.35 (H100, 2026-11-27). 64x96 and 64x112 fill SMs that 64 and 128 columns leave
 idle: INT4 takes 6 % less with 16 rows (six weights, up to 15 %) and 2 % less with 96 to 512 (19 products, up to 13 %),
-MXFP4 1 % less with 16 (13 weights, up to 5 %) and no less above (H100, 2026-11-27)."""
+MXFP4 1 % less with 16 (13 weights, up to 5 %) and no less above (H100, 2026-11-27). Tiles of 32 rows are for up to 32
+rows; the best of these six takes 1.001 times the best of 15 (twelve weights, H100, 2026-11-27)."""
 
 _ROOMY_WIDTHS = (32, 64, 128)
 """Columns of packed weights' tiles that leave math-warp stores and GELUs their registers and code."""
@@ -124,7 +127,16 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
     """The tile with as many stages as fit beside all its output boxes, or beside fewer boxes if less than four would
     remain, or less than three that hold several scale blocks. Raises ValueError for a tile that is always illegal."""
     smallest = GemmConfig(block_m, block_n, 2, store_buffers=1, tma_store=tma_store, **options)
-    return _deepest(smallest, smallest.boxes, _MAX_STAGES, SMEM_LIMIT_BYTES)
+    return _deepest(smallest, smallest.boxes, _most_stages(smallest), SMEM_LIMIT_BYTES)
+
+
+def _most_stages(config: GemmConfig) -> int:
+    """Few for a packed weight from registers, which is as fast as HBM: if more is requested, a stage arrives later. With
+    7 instead of 4 stages of 128 columns 28672x8192 takes 5 % longer, with 11 instead of 5 of 64 columns 4096x7168 19 %
+    (MXFP4, 16 rows; H100, 2026-11-27)."""
+    if not config.from_registers:
+        return _MAX_STAGES
+    return min(5, _MOST_WEIGHT_ROWS // (config.scale_blocks * config.block_n))
 
 
 def within(config: GemmConfig, smem_bytes: int) -> GemmConfig:
@@ -261,7 +273,13 @@ def _of_16_bits(of_kind: Mapping[str, bool | str]) -> list[GemmConfig]:
 def packed_configs(tiles: Iterable[tuple[int, int, int, int]], **options: bool | str) -> tuple[GemmConfig, ...]:
     """Configs for packed weights: tiles are (block_m, block_n, scale_blocks, split_k)."""
     return tuple(
-        deepest_config(block_m, block_n, scale_blocks=blocks, split_k=split_k, b_stages=3, **options)
+        deepest_config(
+            *(block_m, block_n),
+            scale_blocks=blocks,
+            split_k=split_k,
+            b_stages=0 if block_m == REGISTER_ROWS else 3,
+            **options,
+        )
         for block_m, block_n, blocks, split_k in tiles
     )
 
