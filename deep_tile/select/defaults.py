@@ -131,9 +131,9 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
 
 
 def _most_stages(config: GemmConfig) -> int:
-    """Few for a packed weight from registers, which is as fast as HBM: if more is requested, a stage arrives later. With
-    7 instead of 4 stages of 128 columns 28672x8192 takes 5 % longer, with 11 instead of 5 of 64 columns 4096x7168 19 %
-    (MXFP4, 16 rows; H100, 2026-11-27)."""
+    """Few for a packed weight from registers, which is as fast as HBM: if more is requested, each stage arrives later.
+    With 7 instead of 4 stages of 128 columns 28672x8192 takes 5 % longer, with 11 instead of 5 of 64 columns 4096x7168
+    19 % (MXFP4, 16 rows; H100, 2026-11-27)."""
     if not config.from_registers:
         return _MAX_STAGES
     return min(5, _MOST_WEIGHT_ROWS // (config.scale_blocks * config.block_n))
@@ -178,8 +178,7 @@ def default_configs(
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := quantized(one)))
     if EVERY_KIND[kind].packing:
-        # Math-warp stores leave other tiles too few registers, or make them longer than what a launch prefetches.
-        tiles = [tile for tile in _PACKED_TILES if tma_store or (tile[0] <= 128 and tile[1] in _ROOMY_WIDTHS)]
+        tiles = [tile for tile in _PACKED_TILES if tma_store or _has_room(*tile)]
         if EVERY_KIND[kind].scaling == "row_blocks":  # this tile would exceed the code that a launch prefetches
             tiles = [tile for tile in tiles if tile != (64, 64, 2, 4)]
         return packed_configs(tiles, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
@@ -187,6 +186,11 @@ def default_configs(
     if EVERY_KIND[kind].family == "fp8" and layout == "nt" and of_16_bits and not accumulate:
         return _fp8_configs(tma_store, kind, output)
     return _configs_of_kind(tma_store=tma_store, kind=kind, output=output, accumulate=accumulate, layout=layout)
+
+
+def _has_room(block_m: int, block_n: int, scale_blocks: int, split_k: int) -> bool:
+    """Whether a packed weight's tile has room for math-warp stores: registers, and code that a launch prefetches."""
+    return block_m <= 128 and block_n in _ROOMY_WIDTHS and (block_m, scale_blocks, split_k) != (REGISTER_ROWS, 2, 4)
 
 
 def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | None:
