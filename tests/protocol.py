@@ -41,7 +41,7 @@ from machine import (
     Wait,
 )
 
-from deep_tile.config import MMA_M, SCALE_BLOCK, UNIT_ROWS, GemmConfig, ceil_div
+from deep_tile.config import MMA_M, REGISTER_ROWS, SCALE_BLOCK, UNIT_ROWS, GemmConfig, ceil_div
 from deep_tile.plan import tail_rows
 from deep_tile.problem import GemmProblem
 from deep_tile.select.schedule import grid_size, raster_rows
@@ -137,8 +137,8 @@ class Launch:
         return self.m * (len(self.ranges) if self.config.by_counts else 1)
 
     def row_end(self, tile: Tile) -> int:
-        """The end of the rows of a tile's group, or of the matrix."""
-        return self.ranges[tile.group][1] if self.config.row_groups else self.m
+        """The end of the rows of a tile: its own, or that of its group or of the matrix."""
+        return min(tile.m + self.config.block_m, self.ranges[tile.group][1] if self.config.row_groups else self.m)
 
     def has_tiles(self, group: int) -> bool:
         """Whether a group has tiles. An empty group along K has tiles of zeros, unless it would add them."""
@@ -322,11 +322,14 @@ class Block:
 
     def buffers(self) -> dict[Name, int]:
         """SharedStorage, in rows: of 128 bytes in `a` and `b`; the scales of one row or column; a thread's sums; a unit
-        of a packed `b`, and of its tables what one warp writes."""
+        of a packed `b`, and of its tables what one warp writes; of a tile's sums, 16 rows by 16 columns."""
         config = self.config
         stages = range(config.stages)
         rows = {self.own("a", stage): config.scale_blocks * config.block_m for stage in stages}
-        rows |= {self.own("b", slot): config.scale_blocks * config.block_n for slot in range(config.b_slots)}
+        if config.from_registers:
+            rows[self.own("sums")] = config.k_parts * REGISTER_ROWS // WARP_ROWS * config.block_n // UNIT_ROWS
+        else:
+            rows |= {self.own("b", slot): config.scale_blocks * config.block_n for slot in range(config.b_slots)}
         rows |= {self.own("a_scale", stage): config.block_m for stage in stages}
         rows |= {self.own("b_scale", stage): config.b_scale_slots for stage in stages}
         for warpgroup in range(config.math_warpgroups):
@@ -340,11 +343,12 @@ class Block:
 
     def processes(self) -> Iterator[Process]:
         config = self.config
+        math_warps = CollectingWarps if config.from_registers else MathWarps
         for warpgroup in range(config.math_warpgroups):
             for first in range(0, 4, self.launch.warps):
                 warps = range(first, first + self.launch.warps)
                 name = f"math {warpgroup}" + (f".{first}" if len(warps) == 1 else "")
-                yield self._process(name, MathWarps(self, warpgroup, warps).run())
+                yield self._process(name, math_warps(self, warpgroup, warps).run())
         yield self._process("operands", OperandsWarp(self).run())
         for warp in range(config.scale_warps):
             yield self._process(f"scales {warp}", ScaleWarp(self, warp).run())
@@ -354,9 +358,10 @@ class Block:
             yield self._process("units", UnitWarp(self).run())
         for warp in range(3 - config.scale_warps - config.store_warps - config.unit_warps):
             yield self._process(f"idle {warp}", self.start_producer())
+        converter_warps = MultiplyingWarps if config.from_registers else ConverterWarps
         for first in range(0, config.converter_warps, 1 if self.launch.warps == 1 else WARP):
             warps = range(first, first + 1) if self.launch.warps == 1 else range(config.converter_warps)
-            yield self._process(f"converter {first}", ConverterWarps(self, warps).run())
+            yield self._process(f"converter {first}", converter_warps(self, warps).run())
 
     def _process(self, name: str, program: Program) -> Process:
         operations = list(islice(program, LONGEST_PROGRAM))
@@ -372,11 +377,13 @@ class Block:
 
     def give_registers(self, warps: int = 1) -> Program:
         """setmaxnreg.dec"""
-        if self.config.math_warpgroups == 2 or self.config.is_packed:
-            yield Reach(self.own("registers"), WARP * warps, WARPGROUP + WARP * self.config.converter_warps)
+        config = self.config
+        if config.math_warpgroups == 2 or config.is_packed:
+            converters = 0 if config.from_registers else WARP * config.converter_warps
+            yield Reach(self.own("registers"), WARP * warps, WARPGROUP + converters)
 
     def take_registers(self) -> Program:
-        """setmaxnreg.inc: until the producer warpgroup has given them, and converter warps."""
+        """setmaxnreg.inc: until the producer warpgroup has given them, and converter warps that do not multiply."""
         if self.config.math_warpgroups == 2 or self.config.is_packed:
             yield Wait(self.own("registers"), 0)
 
@@ -389,6 +396,11 @@ class Block:
 
 
 CLUSTER_BARRIER: Name = (-1, "cluster barrier")
+
+
+def slots_apart(config: GemmConfig) -> int:
+    """Slots outside the ring of stages, of `b` or of a tile's sums (GemmConfig::has_slots)."""
+    return config.b_slots if config.from_registers else config.b_stages
 
 
 class OperandsWarp:
@@ -411,7 +423,7 @@ class OperandsWarp:
     def initialize_full_barriers(self) -> Program:
         for stage in range(self.config.stages):
             yield Init(self.block.own("full", stage), 1 + WARP * self.config.product.block_scales)
-        for slot in range(self.config.b_stages):
+        for slot in range(slots_apart(self.config)):
             converters = self.config.converter_warps
             yield Init(self.block.own("slot full" if converters else "column full", slot), converters or 1)
 
@@ -488,7 +500,7 @@ class OperandsWarp:
         yield from self.load("b", slot, barrier, rows, held, self.block.column, multicast)
 
     def load_a(self, tile: Tile, stage: int, step: int, multicast: bool) -> Program:
-        if self.config.b_stages:
+        if slots_apart(self.config):
             yield Arrive(self.block.own("full", stage), 1, self.announced_bytes(tile, 0))
         full = self.block.own("full", stage)
         if scales_in_bulk(self.launch, tile):
@@ -701,13 +713,13 @@ class ConverterWarps:
 
     def __init__(self, block: Block, warps: range):
         self.block, self.config, self.warps = block, block.config, warps
+        self.places = [(tile, step) for tile in block.tiles for step in block.steps(tile)]
 
     def run(self) -> Program:
         yield from self.block.give_registers(len(self.warps))
         yield from self.block.await_barriers(WARP * len(self.warps))
         yield from self.write_tables()
-        places = [(tile, step) for tile in self.block.tiles for step in self.block.steps(tile)]
-        for position, place in enumerate(places):
+        for position, place in enumerate(self.places):
             stage, slot = position % self.config.unit_stages, position % self.config.b_slots
             if position == 0:
                 yield from self.begin(position, *place)
@@ -715,8 +727,8 @@ class ConverterWarps:
             yield Join("unit read")
             yield Use(reads=self.regions("units", stage, *place, first=False))
             yield Arrive(self.block.own("units empty", stage), WARP * len(self.warps))
-            if position + 1 < len(places):
-                yield from self.begin(position + 1, *places[position + 1])
+            if position + 1 < len(self.places):
+                yield from self.begin(position + 1, *self.places[position + 1])
             yield Issue("slot write", writes=self.regions("b", slot, *place))
             yield Join("slot write")  # the arrive is a release
             yield Arrive(self.block.own("slot full", slot), len(self.warps))
@@ -745,6 +757,119 @@ class ConverterWarps:
             for unit in own
             if unit % of_block < present
         )
+
+
+# register_b.cuh
+
+
+class MultiplyingWarps(ConverterWarps):
+    """Converter warps that multiply what they convert (RegisterMultiplier): of each K block of its warpgroup's part a
+    unit, which a warp reads and converts before it multiplies the K block."""
+
+    def __init__(self, block: Block, warps: range):
+        super().__init__(block, warps)
+        config = block.config
+        self.units, self.blocks = config.block_n // UNIT_ROWS, config.scale_blocks // config.k_parts
+        self.row_groups = 2 // config.k_parts
+        self.position = 0  # of the stage that is multiplied, of all tiles
+
+    def part(self, warp: int) -> int:
+        return warp // 4 // self.row_groups
+
+    def unit(self, warp: int) -> int:
+        """The warp's unit in a K block; there may be none."""
+        return warp // 4 % self.row_groups * 4 + warp % 4
+
+    def run(self) -> Program:
+        yield from self.block.await_barriers(WARP * len(self.warps))
+        yield from self.block.take_registers()
+        yield from self.write_tables()
+        if not self.places:
+            return
+        yield Wait(self.block.own("units full", 0), 0)
+        yield from self.convert(0, 0)
+        for tile in self.block.tiles:
+            yield from self.multiply(tile)
+
+    def convert(self, position: int, block: int) -> Program:
+        """Reads a K block of the warps' units, those beyond the tile its last one; none is read beyond the matrix."""
+        tile, step = self.places[position]
+        read = {(self.part(w) * self.blocks + block, min(self.unit(w), self.units - 1)) for w in self.warps}
+        held, buffer = held_of_b(self.config, tile, step), self.block.own("units", position % self.config.unit_stages)
+        regions = (
+            Region(buffer, i * self.units + unit, i * self.units + unit + 1, (*held, i))
+            for i, unit in sorted(read)
+            if unit < units_of(self.block.launch, tile)
+        )
+        yield Issue("unit read", reads=tuple(regions))
+
+    def turn_to_next_units(self) -> Program:
+        """Gives this stage's units back, and converts the next stage's first K block, if there is one."""
+        stages, following = self.config.unit_stages, self.position + 1
+        yield Join("unit read")  # the arrive is a release
+        yield Arrive(self.block.own("units empty", self.position % stages), WARP * len(self.warps))
+        if following < len(self.places):
+            yield Wait(self.block.own("units full", following % stages), following // stages)
+            yield from self.convert(following, 0)
+
+    def multiply(self, tile: Tile) -> Program:
+        for step in self.block.steps(tile):
+            stage = self.position % self.config.stages
+            yield Wait(self.block.own("full", stage), self.position // self.config.stages)
+            for block in range(self.blocks):
+                yield from self.begin_block(tile, step, block)
+                if block + 1 < self.blocks:
+                    yield from self.convert(self.position, block + 1)
+                else:
+                    yield from self.turn_to_next_units()
+                yield Join("WGMMA")
+                yield from self.promote(tile, step)
+            yield Join("scale read")  # the arrive is a release
+            yield Arrive(self.block.own("empty", stage), WARP * len(self.warps))
+            self.position += 1
+        yield from self.store(tile)
+
+    def begin_block(self, tile: Tile, step: int, block: int) -> Program:
+        """Begins the products of a K block: of 16 rows, or of 32. Rows beyond the matrix or the group may hold
+        anything."""
+        buffer, rows = self.block.own("a", self.position % self.config.stages), self.rows(tile)
+        read = sorted({self.part(warp) * self.blocks + block for warp in self.warps})
+        first_rows = [(i, i * self.config.block_m) for i in read]
+        regions = (Region(buffer, first, first + rows, (*held_of_a(tile, step), i)) for i, first in first_rows)
+        yield Issue("WGMMA", reads=tuple(regions))
+
+    def promote(self, tile: Tile, step: int) -> Program:
+        stage, rows = self.position % self.config.stages, self.rows(tile)
+        of_a = Region(self.block.own("a_scale", stage), 0, rows, held_of_a(tile, step))
+        of_b = Region(self.block.own("b_scale", stage), 0, self.config.b_scale_slots, held_of_scales(tile, step))
+        yield Issue("scale read", reads=(of_a, of_b))
+
+    def rows(self, tile: Tile) -> int:
+        return self.block.launch.row_end(tile) - tile.m
+
+    def store(self, tile: Tile) -> Program:
+        """Leaves the tile's sums of the warps' units, those beyond the matrix included."""
+        owned = [(self.part(warp), self.unit(warp)) for warp in self.warps]
+        written = (
+            sums_of_tile(self.block, tile, part, half, range(unit, unit + 1))
+            for (part, unit), half in product(owned, halves_of(self.block.launch, tile))
+            if unit < self.units
+        )
+        yield Wait(self.block.own("slot empty", 0), tile.index - 1)
+        yield Issue("tile sum write", writes=tuple(written))
+        yield Join("tile sum write")  # the arrive is a release
+        yield Arrive(self.block.own("slot full", 0), len(self.warps))
+
+
+def halves_of(launch: Launch, tile: Tile) -> range:
+    """Sixteens of rows of `a` that are multiplied."""
+    return range(ceil_div(launch.row_end(tile) - tile.m, WARP_ROWS))
+
+
+def sums_of_tile(block: Block, tile: Tile, part: int, half: int, units: range) -> Region:
+    """The sums of a K part, for sixteen rows of `a` and some units of `b`."""
+    first = (part * REGISTER_ROWS // WARP_ROWS + half) * block.config.block_n // UNIT_ROWS
+    return Region(block.own("sums"), first + units.start, first + units.stop, (f"tile {tile.index}",))
 
 
 # output.cuh
@@ -828,11 +953,12 @@ class MathWarps:
     def initialize_other_barriers(self) -> Program:
         config, own = self.config, self.block.own
         math_warps = 4 * config.math_warpgroups
+        readers = config.converter_warps if config.from_registers else math_warps
         for stage in range(config.stages):
-            yield Init(own("empty", stage), math_warps * (WARP + len(self.block.peers)))
+            yield Init(own("empty", stage), readers * (WARP + len(self.block.peers)))
         for stage in range(config.unit_stages):
             yield Init(own("units empty", stage), config.converter_warps * WARP)
-        for slot in range(config.b_stages):
+        for slot in range(slots_apart(config)):
             of_slot = ("slot empty", math_warps) if config.is_packed else ("column empty", math_warps * WARP)
             yield Init(own(of_slot[0], slot), of_slot[1])
         for warpgroup in range(config.math_warpgroups if config.split_k > 1 else 0):
@@ -1144,3 +1270,30 @@ class MathWarps:
     def lanes(self) -> tuple[int, int]:
         """Threads of these warps."""
         return self.warps.start * WARP, self.warps.stop * WARP
+
+
+class CollectingWarps(MathWarps):
+    """Math warps that take a tile's sums from the converter warps, which multiply it (Collect)."""
+
+    taken = 0
+    """Tiles taken so far."""
+
+    def acquire(self) -> Program:
+        return iter(())
+
+    def begin(self, position: int, chunk: int) -> Program:
+        return iter(())
+
+    def multiply(self, more: bool, meanwhile: Callable[[int], Program] = lambda chunk: iter(())) -> Program:
+        """Takes the sums of these warps' rows, as far as the tile has them, of all K parts."""
+        tile, units = self.tiles[self.taken], range(self.config.block_n // UNIT_ROWS)
+        self.taken += 1
+        yield Wait(self.block.own("slot full", 0), tile.index)
+        halves = [half for half in halves_of(self.launch, tile) if half in self.warps]
+        sums = (
+            sums_of_tile(self.block, tile, part, half, units)
+            for part, half in product(range(self.config.k_parts), halves)
+        )
+        yield Issue("tile sum read", reads=tuple(sums))
+        yield Join("tile sum read")  # the arrive is a release
+        yield Arrive(self.block.own("slot empty", 0), len(self.warps))

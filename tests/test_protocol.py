@@ -139,6 +139,12 @@ FAMILIES = {
     "packed b, units of some of eight warps": Case(
         GemmConfig(64, 96, 2, scale_blocks=2, b_stages=2, kind="nvfp4"), 64, 192, 700, 1
     ),
+    "b from registers": Case(GemmConfig(32, 128, 2, kind="mxfp4"), 50, 112, 384, 1),
+    "b from registers, two scale blocks": Case(GemmConfig(32, 112, 2, scale_blocks=2, kind="nvfp4"), 5, 224, 700, 1),
+    "b from registers, K in two parts": Case(GemmConfig(32, 64, 2, scale_blocks=2, kind="int4"), 32, 112, 700, 1),
+    "b from registers, K in two parts of two blocks": Case(
+        GemmConfig(32, 48, 2, scale_blocks=4, kind="mxfp4"), 20, 96, 1100, 1
+    ),
     "two chunks without scales": Case(GemmConfig(128, 256, 2, kind="fp8_rows_promoted"), 128, 512, 384, 1),
 }
 """A GEMM for each kind of kernel, small enough for all of its states to be visited."""
@@ -148,6 +154,14 @@ GROUP_FAMILIES = {
     "rows of their own": of_rows(GemmConfig(64, 16, 2, grouping="counts", tma_store=False), (70, 3), 16, 256, 1),
     "rows, two warpgroups": of_rows(GemmConfig(128, 64, 2, grouping="offs"), (5, 100), 64, 128, 1),
     "rows, packed b": of_rows(GemmConfig(64, 64, 2, b_stages=2, kind="mxfp4", grouping="offs"), (3, 0, 70), 64, 256, 1),
+    "rows, b from registers": of_rows(GemmConfig(32, 96, 2, kind="mxfp4", grouping="offs"), (3, 0, 40), 96, 256, 1),
+    "rows of their own, b from registers": of_rows(
+        GemmConfig(32, 64, 2, scale_blocks=2, kind="int4", grouping="counts", tma_store=False),
+        (0, 33, 0, 2),
+        48,
+        400,
+        1,
+    ),
     "rows, no tiles": of_rows(GemmConfig(64, 16, 2, grouping="offs"), (0, 0), 16, 256, 1),
     "along K": along_k(GemmConfig(64, 16, 2, **GRADIENTS), (128, 0, 300), 64, 16, 1),
     "along K, two warpgroups": along_k(GemmConfig(128, 64, 2, **GRADIENTS), (200, 0), 128, 64, 1),
@@ -290,6 +304,44 @@ def test_every_order_of_packed_configs(kind):
     for number, config in enumerate(some(every[::2])):
         for launched in launches(config, warps=1 if number % 2 else 4):
             assert check(launched) > 30, config.name
+
+
+REGISTER_TILES = ((128, 1), (128, 2), (112, 2), (96, 1), (80, 2), (64, 2), (64, 4), (48, 2), (16, 4))
+"""Columns and scale blocks of tiles whose packed `b` comes from registers."""
+
+
+def register_configs(kind: str) -> Iterator[GemmConfig]:
+    """Rings that wrap soon and late, with and without TMA stores, and split K."""
+    for (block_n, scale_blocks), stages in product(REGISTER_TILES, (2, 4)):
+        tile = {"block_m": 32, "block_n": block_n, "stages": stages, "scale_blocks": scale_blocks, "kind": kind}
+        yield GemmConfig(**tile, tma_store=stages == 2)
+        yield GemmConfig(**tile, grouping="offs" if stages == 2 else "counts", tma_store=block_n % 32 == 0)
+        yield from (GemmConfig(**tile, split_k=parts) for parts in (2, 4) if block_n % (16 * parts) == 0)
+
+
+def register_launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
+    """One block with several tiles, of which some have up to 16 rows, and a block for each tile; K of one block, of
+    which other parts of a split K have none, and more than the stages hold."""
+    yield from launches(config, warps)
+    much = 128 * config.scale_blocks * (config.split_k * config.stages + 1)
+    for m, num_sms, k in ((1, 1, much), (16, 50, 5), (80, 1, 5), (49, 50, much)) if not config.is_grouped else ():
+        case = Case(config, m, config.block_n + UNIT_ROWS, k, num_sms * config.cluster)
+        yield launch(case, warps=warps)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_every_order_of_packed_weights_from_registers(kind):
+    """Warps one by one, and warps that act alike as one."""
+    for number, config in enumerate(some([*register_configs(kind)])):
+        for launched in register_launches(config, warps=1 if number % 3 == 0 else 4):
+            assert check(launched) > 30, config.name
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_orders_at_random_of_packed_weights_from_registers(kind):
+    for number, config in enumerate(some([*register_configs(kind)][::4])):
+        machine = next(launches(config, warps=1 if number % 2 else 4)).machine(0)
+        assert {walk(machine, seed) for seed in range(2)} == {prove(machine)}
 
 
 @pytest.mark.parametrize("tma_store", [True, False])
@@ -536,6 +588,8 @@ SPLIT_PAIRS = Case(GemmConfig(64, 32, 2, 2, 1, 2), 128, 64, 512, 4)
 SPLIT = Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 256, 2)
 SPLIT_CHUNKS = Case(GemmConfig(256, 32, 2, split_k=2), 256, 32, 256, 2)
 UNITS = Case(GemmConfig(64, 64, 2, b_stages=2, kind="mxfp4"), 64, 64, 1024, 1)
+REGISTERS = Case(GemmConfig(32, 128, 2, kind="mxfp4"), 32, 384, 384, 1)
+REGISTER_BLOCKS = REGISTERS._replace(config=GemmConfig(32, 128, 2, scale_blocks=2, kind="mxfp4"), k=1024)
 
 FAULTS = {
     "an arrival too few": Seeded(DEADLOCK, launch(PAIR), in_program("math 1", once(Arrive, "empty", arrivals=-1))),
@@ -660,6 +714,45 @@ FAULTS = {
     "units announced beyond the matrix": Seeded(
         BYTES, launch(UNITS), in_program("units", once(Arrive, "units full", expected_bytes=1088))
     ),
+    "units given back before they have been read to be multiplied": Seeded(
+        OVERWRITTEN,
+        launch(REGISTERS),
+        in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "unit read")),
+    ),
+    "units given back before their last K block is read": Seeded(
+        OVERWRITTEN, launch(REGISTER_BLOCKS), in_program("converter", released_before("WGMMA", "units empty"))
+    ),
+    "units read a stage too early": Seeded(
+        UNWRITTEN, launch(REGISTERS), in_program("converter", without(lambda o: is_at(o, Wait, "units full")))
+    ),
+    "rows of a multiplied before they are there": Seeded(
+        UNWRITTEN, launch(REGISTERS), in_program("converter", without(lambda o: is_at(o, Wait, "full")))
+    ),
+    "a stage released before the WGMMAs of converters are over": Seeded(
+        OVERWRITTEN, launch(REGISTERS), in_program("converter", released_before("WGMMA", "empty"))
+    ),
+    "a stage released before converters have read its scales": Seeded(
+        OVERWRITTEN,
+        launch(REGISTERS),
+        in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "scale read")),
+    ),
+    "a tile's sums published before they are written": Seeded(
+        UNWRITTEN,
+        launch(REGISTERS),
+        in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "tile sum write")),
+    ),
+    "a tile's sums overwritten before they have been read": Seeded(
+        OVERWRITTEN, launch(REGISTERS), in_program("converter", without(lambda o: is_at(o, Wait, "slot empty")))
+    ),
+    "a tile's sums given back before they have been read": Seeded(
+        OVERWRITTEN, launch(REGISTERS), in_program("math", released_before("tile sum read", "slot empty"))
+    ),
+    "math warps that release the stages that converters read": Seeded(
+        DEADLOCK, launch(REGISTERS), in_program("math", always(Init, "empty", arrivals=4 * 32))
+    ),
+    "a producer warp that gives converters no registers": Seeded(
+        DEADLOCK, launch(REGISTERS), in_program("idle", lambda operations: operations[1:])
+    ),
     "an odd tile count of a group in clusters, nobody for the overhang": Seeded(
         BYTES, along_k(GemmConfig(64, 16, 2, 2, 1, **GRADIENTS), (384,), 150, 16, 2, launch=WithoutOverhang)
     ),
@@ -782,16 +875,16 @@ SYNCHRONIZING_CALLS = {
     "cp_async_bulk_wait_group_read": 2,
     "cp_async_mbarrier_arrive_noinc": 2,
     "fence_proxy_async": 4,
-    "mbarrier_arrive": 6,
+    "mbarrier_arrive": 9,
     "mbarrier_arrive_cluster": 2,
     "mbarrier_arrive_expect_tx": 4,
     "mbarrier_init": 8,
     "setmaxnreg_dec": 1,
-    "setmaxnreg_inc": 1,
+    "setmaxnreg_inc": 2,
     "st_async": 1,
-    "wait": 14,
-    "wgmma_commit_group": 2,
-    "wgmma_wait_group": 3,
+    "wait": 19,
+    "wgmma_commit_group": 3,
+    "wgmma_wait_group": 4,
 }
 """Places in the kernel's headers that call what the model has as an operation.
 
@@ -816,7 +909,7 @@ def test_the_kernel_synchronizes_where_the_model_does():
     counts = [
         f"1 + {scales}",
         slots[0],
-        "math_warps * (warp_threads + peers)",
+        "readers * (warp_threads + peers)",
         "config.converter_warps * warp_threads",
         slots[1],
     ]
