@@ -26,6 +26,9 @@
 struct alignas(8) uint2 {
     unsigned x, y;
 };
+struct alignas(8) float2 {
+    float x, y;
+};
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
@@ -43,6 +46,8 @@ inline unsigned cluster_blocks, block_rank;  // of the cluster that runs, and of
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+inline float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); }
+inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

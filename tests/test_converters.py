@@ -1,12 +1,14 @@
 """Converter warps of packed weights, run on a CPU: their text, compiled as C++ with host_warp.h.
 
-Of units as they are in memory, the warps write to each slot what packed.as_fp8 defines, in the order that WGMMA reads.
+Of units as they are in memory, the warps write to each slot what packed.as_fp8 defines, in the order that WGMMA reads;
+or they leave it in the registers that WGMMA takes.
 """
 
 import ctypes
 import re
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ import torch
 from formats import NAMES_OF_PACKED, draw
 from test_cast_kernels import ASSEMBLY_OF_UNPACK
 
-from deep_tile import codegen, pack_weight, packed, params
-from deep_tile.config import SCALE_BLOCK
+from deep_tile import GemmConfig, codegen, pack_weight, packed, params
+from deep_tile.config import SCALE_BLOCK, UNIT_ROWS
 from deep_tile.select.defaults import default_configs
 
 pytestmark = pytest.mark.about(
@@ -40,6 +42,7 @@ alignas(1024) char storage[232448];
 inline unsigned long long host_address(const void* at) {{ return static_cast<const char*>(at) - storage; }}
 inline char* host_smem(unsigned smem) {{ return storage + smem; }}
 
+#define private public  // what a multiplying warp converts is its own
 {headers}
 
 // Converts a stage of units to each slot.
@@ -68,27 +71,72 @@ void convert(const char* units, char* slots) {{
     }}
     memcpy(slots, smem.b, sizeof smem.b);
 }}
+
+// Converts a stage of units in registers: of each warp, K block of its part, WGMMA, register and lane.
+template <deep_tile::GemmConfig config>
+void convert_in_registers(const char* units, unsigned (*operands)[4][4][32]) {{
+    using Multiplier = deep_tile::RegisterMultiplier<config>;
+    auto& smem = *reinterpret_cast<deep_tile::SharedStorage<config>*>(storage);
+    static_assert(sizeof smem == config.smem_bytes);
+    memset(storage, 0x5a, sizeof storage);
+    const int stage = config.unit_stages - 1;
+    memcpy(smem.packed.units[stage], units, sizeof smem.packed.units[stage]);
+    GemmParams params;
+    for (bool writes : {{false, true}}) {{
+        for (unsigned warp = 0; warp < config.converter_warps; ++warp) {{
+            for (unsigned lane = 0; lane < 32; ++lane) {{
+                threadIdx = {{warp * 32 + lane}};
+                Multiplier multiplier(params, smem, warp);
+                for (int block = 0; writes && block < Multiplier::blocks; ++block) {{
+                    typename Multiplier::Operand operand;
+                    multiplier.convert(operand, stage, block);
+                    auto& to = operands[warp * Multiplier::blocks + block];
+                    for (int i = 0; i < 16; ++i) to[i / 4][i % 4][lane] = operand[i / 4][i % 4];
+                }}
+            }}
+        }}
+    }}
+}}
 """
 
 ENTRY = """
 constexpr deep_tile::GemmConfig config_{number} = {config};
-extern "C" void run_{number}(const char* units, char* slots) {{ convert<config_{number}>(units, slots); }}
+extern "C" void run_{number}(const char* units, {to}) {{ {function}<config_{number}>(units, to); }}
 """
 
 EVERY_CONFIG = [config for kind in NAMES_OF_PACKED for config in default_configs(True, kind)]
-CONFIGS = [*{(c.kind, c.block_n, c.scale_blocks, c.converter_warps): c for c in EVERY_CONFIG}.values()]
+INTO_SLOTS = [
+    *{(c.kind, c.block_n, c.scale_blocks, c.converter_warps): c for c in EVERY_CONFIG if not c.from_registers}.values()
+]
 """One for each share of a stage that a converter warp may have."""
+
+TILES_OF_REGISTERS = ((128, 1), (128, 2), (112, 2), (96, 1), (80, 1), (64, 2), (64, 4), (48, 2), (32, 4), (16, 2))
+INTO_REGISTERS = [
+    GemmConfig(32, block_n, 3, scale_blocks=scale_blocks, kind=kind)
+    for kind, (block_n, scale_blocks) in product(NAMES_OF_PACKED, TILES_OF_REGISTERS)
+]
+"""All units of both warpgroups, or fewer; K blocks of both or of each."""
+
+CONFIGS = [*INTO_SLOTS, *INTO_REGISTERS]
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
-    headers = codegen._headers("barriers.cuh", "packed_b.cuh").replace("__cvta_generic_to_shared(", "host_address(")
+    headers = codegen._headers("barriers.cuh", "register_b.cuh").replace("__cvta_generic_to_shared(", "host_address(")
     for pattern, replacement in ASSEMBLY.items():
         headers, count = re.subn(pattern, replacement, headers, flags=re.DOTALL)
         assert count, pattern
-    entries = (ENTRY.format(number=i, config=codegen._fields(config)) for i, config in enumerate(CONFIGS))
+    entries = [
+        ENTRY.format(
+            number=i,
+            config=codegen._fields(config),
+            to="unsigned (*to)[4][4][32]" if config.from_registers else "char* to",
+            function="convert_in_registers" if config.from_registers else "convert",
+        )
+        for i, config in enumerate(CONFIGS)
+    ]
     directory = tmp_path_factory.mktemp("converters")
     source, made = directory / "converters.cpp", directory / "converters.so"
     source.write_text("\n".join([PROGRAM.format(struct=params.GEMM.text, headers=headers), *entries]))
@@ -105,13 +153,45 @@ def swizzled(weight):
     return pieces.gather(2, places[None, :, :, None].expand_as(pieces))
 
 
-@pytest.mark.parametrize("number", range(len(CONFIGS)), ids=lambda number: CONFIGS[number].name)
-def test_converters_write_what_is_defined(library, number):
+def converted(library, number, results):
+    """The FP8 that a stage of random units stands for; `results` are what the warps make of them."""
     config = CONFIGS[number]
     shape = config.block_n, config.scale_blocks * SCALE_BLOCK
     weight, scale, arguments, _ = draw(NAMES_OF_PACKED[config.kind], shape, spread_of_scales=12)
     made = pack_weight(weight, scale, **arguments)
-    wanted = swizzled(packed.as_fp8(*made, k=shape[1]).view(torch.uint8))
-    slots = torch.empty(config.b_slots, *wanted.shape, dtype=torch.uint8)
-    getattr(library, f"run_{number}")(*(ctypes.c_void_p(x.data_ptr()) for x in (made.weight, slots)))
+    getattr(library, f"run_{number}")(*(ctypes.c_void_p(x.data_ptr()) for x in (made.weight, results)))
+    return packed.as_fp8(*made, k=shape[1]).view(torch.uint8)
+
+
+@pytest.mark.parametrize("number", range(len(INTO_SLOTS)), ids=lambda number: CONFIGS[number].name)
+def test_converters_write_what_is_defined(library, number):
+    config = CONFIGS[number]
+    slots = torch.empty(config.b_slots, config.scale_blocks, config.block_n, 8, 16, dtype=torch.uint8)
+    wanted = swizzled(converted(library, number, slots))
     assert torch.equal(slots, wanted.expand_as(slots))
+
+
+def fragments(weight):
+    """[rows, k] bytes as warps give them to WGMMA: of each K block and 16 rows, by WGMMA, register, lane and byte.
+
+    PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk32": a lane's four registers have four bytes of rows lane / 4
+    and 8 below, from k = lane % 4 * 4 on, then of both from 16 behind that on.
+    """
+    n, k = weight.shape
+    unit, half_of_rows, row, block, wgmma, half_of_k, place, byte = range(8)
+    parts = weight.view(n // 16, 2, 8, k // SCALE_BLOCK, 4, 2, 4, 4)
+    order = block, unit, wgmma, half_of_k, half_of_rows, row, place, byte
+    return parts.permute(order).reshape(k // SCALE_BLOCK, n // 16, 4, 4, 32, 4)
+
+
+@pytest.mark.parametrize("number", range(len(INTO_SLOTS), len(CONFIGS)), ids=lambda number: CONFIGS[number].name)
+def test_multiplying_converters_hold_what_is_defined(library, number):
+    """A warp beyond the tile has its last unit."""
+    config = CONFIGS[number]
+    blocks, units = config.scale_blocks // config.k_parts, config.block_n // UNIT_ROWS
+    operands = torch.empty(config.converter_warps, blocks, 4, 4, 32, 4, dtype=torch.uint8)
+    wanted = fragments(converted(library, number, operands))
+    for warp in range(config.converter_warps):
+        part, unit = divmod(warp, 4) if config.k_parts == 2 else (0, warp)
+        of_part = wanted[part * blocks : (part + 1) * blocks]
+        assert torch.equal(operands[warp], of_part[:, min(unit, units - 1)])
