@@ -11,7 +11,7 @@ import pytest
 from deep_tile import jit
 from deep_tile.codegen import kernel_source
 from deep_tile.config import LARGEST_CLUSTER, PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
-from deep_tile.kinds import EVERY_KIND, OUTPUTS
+from deep_tile.kinds import EVERY_KIND, OUTPUTS, PACKED
 from deep_tile.select.defaults import default_configs
 
 HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
@@ -33,7 +33,14 @@ def legal_configs():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"block_m": 32}, "block_m is 32"),
+        ({"block_m": 32}, "block_m is 32; supported are 64, 128 and 256, and with a packed b 32"),
+        ({"block_m": 16, "kind": "mxfp4"}, "block_m is 16; supported are 64, 128 and 256, and with a packed b 32"),
+        ({"block_m": 32, "block_n": 144, "kind": "mxfp4"}, "block_m is 32; such tiles have up to 128 columns"),
+        ({"block_m": 32, "b_stages": 3, "kind": "int4"}, "block_m is 32; .* without .* slots for b"),
+        ({"block_m": 32, "cluster_m": 2, "kind": "nvfp4"}, "block_m is 32; .* without multicast"),
+        ({"block_m": 32, "scale_blocks": 4, "kind": "mxfp4"}, "scale_blocks is 4; .* each of 1 K parts has one or two"),
+        ({"block_m": 32, "block_n": 64, "kind": "mxfp4"}, "scale_blocks is 1; .* each of 2 K parts has one or two"),
+        ({"block_m": 32, "block_n": 32, "split_k": 4, "scale_blocks": 2, "kind": "mxfp4"}, "each of 4 K parts adds up"),
         ({"block_m": 192}, "block_m is 192; supported are 64, 128 and 256"),
         ({"block_m": 512}, "block_m is 512"),
         ({"block_n": 8}, "block_n is 8; .* multiple of 16 from 16 to 256"),
@@ -245,6 +252,32 @@ def test_converter_warps_have_a_unit_of_every_stage(block_m, block_n, scale_bloc
     assert config.converter_warps == warps <= scale_blocks * block_n // 16
 
 
+def register_configs():
+    """Every tile whose packed `b` comes from registers, with two and four stages."""
+    for kind, block_n, blocks, stages in product(PACKED, range(16, 129, 16), (1, 2, 4), (2, 4)):
+        for options in ({}, {"split_k": 2}, {"grouping": "offs"}, {"output": "fp32", "tma_store": False}):
+            try:
+                yield GemmConfig(32, block_n, stages, scale_blocks=blocks, kind=kind, **options)
+            except ValueError:
+                continue
+
+
+def test_converter_warps_that_multiply_share_a_stage():
+    """Two warpgroups share the columns, or, up to 64, the K blocks. One slot holds a tile's sums, with four numbers of
+    padding per row; a stage has `a` and units. Registers are an SM's, and a tile's rows are stored alone."""
+    for config in register_configs():
+        of_part = 64 * (2 // config.k_parts)
+        assert config.from_registers and (config.converter_warps, config.threads) == (8, 512)
+        assert config.block_n <= of_part and config.scale_blocks // config.k_parts in (1, 2), config.name
+        assert 0 <= config.b_slot_bytes - config.k_parts * 32 * (config.block_n + 4) * 4 < 1024, config.name
+        units = config.scale_blocks * config.block_n // 16 * config.b_unit_bytes
+        scales = 4 * config.scale_blocks * (32 + -(-config.b_scale_slots // 4) * 4)
+        assert config.stage_bytes == 32 * config.k_bytes + units + scales + 4 * 8, config.name
+        registers = config.math_registers + config.producer_registers + 2 * config.converter_registers
+        assert 128 * registers == 64 * 1024, config.name
+        assert (config.store_rows, config.store_warps, config.chunks, config.b_slots) == (16, 0, 1, 1)
+
+
 @pytest.mark.parametrize("block_n", PAIRED_TILES)
 def test_pairs_take_an_even_number_of_k_blocks(block_n):
     config = GemmConfig(128, block_n, 4, pairs=True)
@@ -335,7 +368,7 @@ def test_shared_memory_is_as_large_as_cpp_says():
     headers = (HEADERS / "config.cuh").read_text().replace("#pragma once", "")
     names, asserts = fields_of_shared_storage(), set()
     of_kinds = [config for kind in EVERY_KIND for output in OUTPUTS for config in default_configs(True, kind, output)]
-    for config in (*legal_configs(), *of_kinds):
+    for config in (*legal_configs(), *of_kinds, *register_configs()):
         given = initializers(config)
         fields = ", ".join(f".{name} = {given[name]}" for name in given if name in names)
         size = f"sizeof(deep_tile::SharedStorage<deep_tile::GemmConfig{{{fields}}}>)"
@@ -364,3 +397,12 @@ def test_a_kind_names_its_kernels_and_their_instruction(kind):
     config = GemmConfig(64, 64, 4, b_stages=2 if kind.packing else 0, kind=kind.name)
     assert config.name.startswith(f"{kind.name}_gemm_64x64x")
     assert f"wgmma.mma_async.sync.aligned.m64n64k{32 // kind.a.bytes}.{kind.mma} " in kernel_source(config)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_packed_b_from_registers_is_multiplied_with_16_rows_or_32(kind):
+    """In PTX four registers of `a` come after those of the sums."""
+    source = kernel_source(GemmConfig(32, 128, 4, kind=kind))
+    shapes = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k32)\.", source)
+    assert shapes == ["m64n16k32", "m64n32k32"]
+    assert "{%8, %9, %10, %11}, %12" in source and "{%16, %17, %18, %19}, %20" in source
