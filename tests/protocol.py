@@ -424,8 +424,8 @@ class OperandsWarp:
         for stage in range(self.config.stages):
             yield Init(self.block.own("full", stage), 1 + WARP * self.config.product.block_scales)
         for slot in range(slots_apart(self.config)):
-            converters = self.config.converter_warps
-            yield Init(self.block.own("slot full" if converters else "column full", slot), converters or 1)
+            writers = self.config.converter_warps * (WARP if self.config.from_registers else 1)
+            yield Init(self.block.own("slot full" if writers else "column full", slot), writers or 1)
 
     def announce_full_barriers(self) -> Program:
         if self.config.cluster > 1:
@@ -858,7 +858,7 @@ class MultiplyingWarps(ConverterWarps):
         yield Wait(self.block.own("slot empty", 0), tile.index - 1)
         yield Issue("tile sum write", writes=tuple(written))
         yield Join("tile sum write")  # the arrive is a release
-        yield Arrive(self.block.own("slot full", 0), len(self.warps))
+        yield Arrive(self.block.own("slot full", 0), WARP * len(self.warps))
 
 
 def halves_of(launch: Launch, tile: Tile) -> range:
@@ -959,8 +959,8 @@ class MathWarps:
         for stage in range(config.unit_stages):
             yield Init(own("units empty", stage), config.converter_warps * WARP)
         for slot in range(slots_apart(config)):
-            of_slot = ("slot empty", math_warps) if config.is_packed else ("column empty", math_warps * WARP)
-            yield Init(own(of_slot[0], slot), of_slot[1])
+            name = "slot empty" if config.is_packed else "column empty"
+            yield Init(own(name, slot), math_warps * (1 if config.is_packed and config.b_stages else WARP))
         for warpgroup in range(config.math_warpgroups if config.split_k > 1 else 0):
             yield Init(own("partial full", warpgroup), 1)
             yield Init(own("partial empty", warpgroup), 4 * (config.split_k - 1))
@@ -1296,4 +1296,4 @@ class CollectingWarps(MathWarps):
         )
         yield Issue("tile sum read", reads=tuple(sums))
         yield Join("tile sum read")  # the arrive is a release
-        yield Arrive(self.block.own("slot empty", 0), len(self.warps))
+        yield Arrive(self.block.own("slot empty", 0), WARP * len(self.warps))

@@ -247,12 +247,9 @@ def test_kind_reads_fewer_bytes(name):
 @pytest.mark.parametrize(
     ("name", "m", "n", "k", "tile"),
     [
-        ("int4", 16, 18432, 7168, (64, 96, 2)),
-        ("int4", 16, 28672, 8192, (64, 112, 1)),
+        ("int4", 64, 28672, 8192, (64, 112, 1)),
         ("int4", 192, 4096, 7168, (64, 96, 1)),
         ("int4", 192, 2112, 7168, (64, 96, 2)),
-        ("mxfp4", 16, 18432, 7168, (64, 96, 2)),
-        ("mxfp4", 16, 4096, 7168, (64, 64, 2)),
         ("mxfp4", 192, 4096, 7168, (256, 64, 2)),
     ],
 )
@@ -260,6 +257,15 @@ def test_narrower_tiles_are_chosen_where_they_leave_fewer_sms_idle(name, m, n, k
     """As measured on an H100. The last number is of K parts."""
     config = choose.choose(GemmProblem(m, n, k, kind=name))
     assert (config.block_m, config.block_n, config.split_k) == tile
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("n", "k", "tile"), [(28672, 8192, (128, 1)), (7168, 16384, (64, 1)), (4096, 7168, (64, 2))])
+def test_few_rows_are_multiplied_from_registers(name, n, k, tile):
+    """As measured on an H100: columns and K parts. With more rows than a tile each weight would be converted twice."""
+    few, more = (choose.choose(GemmProblem(m, n, k, kind=name)) for m in (16, 48))
+    assert few.from_registers and (few.block_n, few.split_k) == tile
+    assert not more.from_registers
 
 
 @pytest.mark.parametrize("name", FORMATS)

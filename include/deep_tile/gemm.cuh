@@ -24,9 +24,10 @@
 //                                       tile
 //   units full    converter warps       1 unit lane + bytes of bulk copies       a K block of a packed b has landed
 //   units empty   unit warp             every converter thread                   it has been read
-//   slot full     math warpgroups       1 per converter warp                     a K block of b has been converted, or
-//                                                                                a tile multiplied
-//   slot empty    converter warps       1 per math warp                          no reader needs it any more
+//   slot full     math warpgroups       1 per converter warp; per thread, if     a K block of b has been converted, or
+//                                       these multiply                           a tile multiplied
+//   slot empty    converter warps       1 per math warp; per thread, if          no reader needs it any more
+//                                       converter warps multiply
 //   boxes full    a store warp          a math warpgroup's threads               its output boxes are written
 //   boxes empty   a math warpgroup      its store warp's threads                 their buffers have been read
 //   own           a math warpgroup      its threads, if they store boxes         a box is written; a buffer is free
@@ -198,6 +199,23 @@ __device__ __forceinline__ void consume_parts(const GemmParams& params, SharedSt
     }
 }
 
+// Gives registers to the warps that multiply, in all others.
+template <GemmConfig config>
+__device__ __forceinline__ void give_registers(bool multiplies) {
+    if (config.moves_registers() && !multiplies) ptx::setmaxnreg_dec<config.producer_registers>();
+}
+
+// Runs a converter warp.
+template <GemmConfig config>
+__device__ __forceinline__ void convert(const GemmParams& params, SharedStorage<config>& smem, int warp) {
+    if constexpr (config.from_registers) {
+        ptx::setmaxnreg_inc<config.converter_registers>();
+        RegisterMultiplier<config>(params, smem, warp).run();
+    } else {
+        convert_stages<config>(params, smem, warp);
+    }
+}
+
 // Gives every warp its role. Producers execute setmaxnreg.dec before they wait for math warps, which wait for these
 // registers. First requests stay outside the producer loops, so the path from the entry to them is one straight line.
 // Producers stand in the `else` branch, because ptxas places it first: code arrives in that order as a launch begins,
@@ -212,8 +230,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     constexpr int first_producer = config.math_warpgroups * warpgroup_threads / warp_threads;
     constexpr int first_converter = first_producer + warpgroup_threads / warp_threads;
     const bool converts = config.packed_b() && warp >= first_converter;
-    const bool gives_registers = warp >= first_producer && !(config.from_registers && converts);
-    if (config.moves_registers() && gives_registers) ptx::setmaxnreg_dec<config.producer_registers>();
+    give_registers<config>(warp < first_producer || (config.from_registers && converts));
     if (threadIdx.x == 0) prefetch_maps<config>(params);
     int requested = 0;
     const bool requests_operands = warp == first_producer;
@@ -251,11 +268,8 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         }
         const int store_warp = scale_warp - config.scale_warps;
         if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);
-    } else if constexpr (config.from_registers) {
-        ptx::setmaxnreg_inc<config.converter_registers>();
-        RegisterMultiplier<config>(params, smem, warp - first_converter).run();
     } else if constexpr (config.packed_b()) {
-        convert_stages<config>(params, smem, warp - first_converter);
+        convert<config>(params, smem, warp - first_converter);
     }
 }
 

@@ -50,8 +50,7 @@ class Collect {
         const int thread = threadIdx.x % warpgroup_threads, row = thread / warp_threads * 16;
         wait(smem_.slots.full[0], phase_);
         if (row < config.block_m) add(sums, row);
-        __syncwarp();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem_.slots.empty[0]), thread % warp_threads == 0);
+        ptx::mbarrier_arrive(ptx::smem_address(&smem_.slots.empty[0]));
         phase_ ^= 1;
     }
 
@@ -123,10 +122,13 @@ class RegisterMultiplier {
     // K block `block` of this warp's, among those of its stage.
     __device__ __forceinline__ int in_stage(int block) const { return part_ * blocks + block; }
 
+    // Unit of the tile. Warps beyond the tile multiply its last one, and store no sums.
+    __device__ __forceinline__ int unit_in_tile() const { return min(unit_, tile_units<config> - 1); }
+
     // Converts a K block of this warp's unit. Word t of a row's column, in lane t of the row's four, becomes two of the
-    // registers that WGMMA takes. Warps beyond the tile convert its last unit, and store no sums.
+    // registers that WGMMA takes.
     __device__ __forceinline__ void convert(Operand& operand, int stage, int block) const {
-        const int unit = in_stage(block) * tile_units<config> + min(unit_, tile_units<config> - 1);
+        const int unit = in_stage(block) * tile_units<config> + unit_in_tile();
         const u32 from = ptx::smem_address(smem_.packed.units[stage]) + unit * config.b_unit_bytes;
         u32 words[4][2];
 #pragma unroll
@@ -205,7 +207,7 @@ class RegisterMultiplier {
     __device__ __forceinline__ void promote(float (&sums)[count], const float (&products)[count], int block) const {
         const float* of_a = smem_.a_scale[state_.stage][in_stage(block)];
         const float* of_b = smem_.b_scale[state_.stage][in_stage(block)];
-        const int row = unit_ * unit_rows + lane() / 4;
+        const int row = unit_in_tile() * unit_rows + lane() / 4;
         const float first = of_b[row / config.b_scale_columns];
         const float b[2] = {first, config.column_scales ? of_b[row + 8] : first};
 #pragma unroll
@@ -259,8 +261,7 @@ class RegisterMultiplier {
                 ptx::st_shared(TileSums<config>::address(smem_, part_, row, column), sums[i]);
             }
         }
-        __syncwarp();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem_.slots.full[0]), lane() == 0);
+        ptx::mbarrier_arrive(ptx::smem_address(&smem_.slots.full[0]));
         phase_ ^= 1;
     }
 
