@@ -905,7 +905,7 @@ def test_the_kernel_synchronizes_where_the_model_does():
     assert {name: calls.count(name) for name in SYNCHRONIZING_CALLS} == SYNCHRONIZING_CALLS
     barriers = re.findall(r"mbarrier_init\([^;]*?\),\s+([^;]+)\);", text)
     scales = "(config.has_scales() ? warp_threads : 0)"
-    slots = "config.packed_b() ? config.converter_warps : 1", "math_warps * (config.packed_b() ? 1 : warp_threads)"
+    slots = "slot_writers<config>", "math_warps * (config.b_stages > 0 && config.packed_b() ? 1 : warp_threads)"
     counts = [
         f"1 + {scales}",
         slots[0],
