@@ -317,10 +317,18 @@ def is_in_mode() -> bool:
 
 def _passes_gradients() -> bool:
     """Raises under a differentiating torch.func transform, which bypasses an op's gradient."""
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if transform is not None and transform.key().name in ("Grad", "Jvp"):
+    transform = differentiating_transform()
+    if transform:
         raise RuntimeError(
-            f"a transform of torch.func ({transform.key().name.lower()}) differentiates this call, under a mode or a "
+            f"a transform of torch.func ({transform}) differentiates this call, under a mode or a "
             "tracer, and this call has no gradient for it. Call outside of the transform"
         )
     return True
+
+
+@torch.compiler.assume_constant_result
+def differentiating_transform() -> str:
+    """The innermost transform of torch.func that differentiates, by name; "" outside of them."""
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    names = [transform.key().name.lower() for transform in transforms]
+    return next((name for name in reversed(names) if name in ("grad", "jvp")), "")
