@@ -1,12 +1,15 @@
 """deep_tile's environment variables: the only place that reads them, and the table that documents them.
 
 Each variable is read at its first use, never at import, and then remembered: all calls in a process see the same value.
-Files at the paths that variables name are shared by processes; `write_json` writes those of JSON.
+Files at the paths that variables name are shared by processes; `write_json` writes those of JSON, and `only_writer`
+lets one process at a time add to one.
 """
 
+import contextlib
 import json
 import os
 import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -78,6 +81,8 @@ PACKAGED_KERNELS = Variable(
 
 VARIABLES = (CACHE_DIR, CACHE_MAX_MB, PRINT_CONFIG, DUMP_DIR, TUNED, BOUNDED_WAITS, PACKAGED_KERNELS)
 
+_LOCK_TIMEOUT_SECONDS = 10.0
+
 
 @cache
 def cache_dir() -> Path | None:
@@ -131,6 +136,19 @@ def bounded_waits_ns() -> int | None:
     if not 0.001 <= seconds <= 3600:
         raise bad_value(BOUNDED_WAITS, text, "seconds from 0.001 to 3600")
     return round(seconds * 1e9)
+
+
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Keep other processes and threads from adding to a file between its reading and its writing. Where that fails, in
+    a directory that cannot be written to for instance, or takes longer than ten seconds, go on without."""
+    from filelock import FileLock
+
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, NotImplementedError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held.enter_context(FileLock(f"{path}.lock").acquire(timeout=_LOCK_TIMEOUT_SECONDS))
+        yield
 
 
 def write_json(path: Path, data: object) -> None:

@@ -114,12 +114,18 @@ def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
     path = path_for(gpu)
     if path is None:
         raise FileNotFoundError("no directory to keep tuned choices in; set DEEP_TILE_TUNED or DEEP_TILE_CACHE_DIR")
+    with settings.only_writer(path):
+        merged = {**_kept(path, num_sms), **found}
+        entries = {key: {"us": round(choice.us, 3), "config": asdict(choice.config)} for key, choice in merged.items()}
+        settings.write_json(path, {"gpu": gpu, "num_sms": num_sms, "choices": entries})
+    _all_choices.cache_clear()
+    return path
+
+
+def _kept(path: Path, num_sms: int) -> dict[str, Choice]:
+    """The choices in a file that stay: those for as many SMs."""
     try:
         old_num_sms, kept = _read(path)
     except _UNUSABLE:
-        old_num_sms, kept = num_sms, {}
-    merged = {**(kept if old_num_sms == num_sms else {}), **found}
-    entries = {key: {"us": round(choice.us, 3), "config": asdict(choice.config)} for key, choice in merged.items()}
-    settings.write_json(path, {"gpu": gpu, "num_sms": num_sms, "choices": entries})
-    _all_choices.cache_clear()
-    return path
+        return {}
+    return kept if old_num_sms == num_sms else {}
