@@ -64,11 +64,12 @@ class PackedLinear(_Layer):
     """`torch.nn.Linear` with a 4-bit weight: casts its input to FP8 and calls `packed_gemm`.
 
     Refuses gradients. `state_dict()` has the packed weight, and loads into a layer of the same sizes and format. Packed
-    rows are whole K blocks: how many elements they have is its `_extra_state`, which need not be there to load.
+    rows are whole K blocks: how many elements they have is in `row_elements`, which need not be there to load.
 
     Attributes:
         weight, weight_scale: a `Packed`, made from [out_features, in_features].
         bias: [out_features], or None.
+        row_elements: a buffer of one number, `in_features`, which every loader knows how to keep.
         options: keywords for `packed_gemm`.
     """
 
@@ -92,6 +93,7 @@ class PackedLinear(_Layer):
         self.in_features, self.out_features, self.options = in_features, out_features, options
         weight, scale = packed.zeros((out_features, in_features), format, device)
         self._give("weight", weight, scale, torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
+        self.register_buffer("row_elements", torch.tensor(in_features, device=device))
 
     @classmethod
     def from_codes(
@@ -124,16 +126,12 @@ class PackedLinear(_Layer):
         layer.in_features, layer.out_features = _k_of(weight, scale), made.weight.shape[0]
         check_bias("bias", bias, (layer.out_features,))
         layer._give("weight", *made, bias)
+        layer.row_elements = torch.tensor(layer.in_features, device=made.weight.device)
         return layer
 
-    def get_extra_state(self) -> torch.Tensor:
-        """`in_features`, as a tensor: the only kind of value that safetensors keeps."""
-        return torch.tensor(self.in_features, device="cpu", dtype=torch.int64)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        saved = state_dict.pop(f"{prefix}_extra_state", None)
-        known = saved is not None and not getattr(saved, "is_meta", False)
-        if known and int(saved) != self.in_features:
+        saved = state_dict.setdefault(f"{prefix}row_elements", torch.tensor(self.in_features))
+        if not saved.is_meta and int(saved) != self.in_features:
             raise ValueError(
                 f"{prefix}weight has {int(saved)} elements per row, and this layer takes {self.in_features}: make one "
                 f"with in_features={int(saved)}"

@@ -87,12 +87,22 @@ def test_elements_of_a_row_are_saved_with_it(tmp_path):
     of_model = torch.load(tmp_path / "state"), files.load_file(tmp_path / "file"), model.state_dict()
     for saved in of_model:
         torch.nn.Sequential(nn.PackedLinear(96, 48, bias=False)).load_state_dict(saved)
-        without = {name: x for name, x in saved.items() if "extra" not in name}
+        without = {name: x for name, x in saved.items() if "row_elements" not in name}
         torch.nn.Sequential(nn.PackedLinear(96, 48, bias=False)).load_state_dict(without)
     others = ((torch.nn.Sequential(nn.PackedLinear(112, 48, bias=False)), saved) for saved in of_model)
     for other, saved in ((nn.PackedLinear(128, 48, bias=False), layer.state_dict()), *others):
         with pytest.raises(ValueError, match=r"weight has 96 elements per row.*in_features=96"):
             other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("make", [lambda: linear(), lambda: nn.PackedLinear(96, 48, device="meta")])
+def test_loaders_that_set_tensors_one_by_one_find_each(make):
+    """accelerate's does, and knows parameters and buffers alone."""
+    layer = make()
+    own = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    state = layer.state_dict()
+    assert own.keys() == state.keys() and all(x.device == state[name].device for name, x in own.items())
+    assert len({x.device for x in own.values()}) == 1
 
 
 def test_numbers_in_other_dtypes_are_not_loaded():
