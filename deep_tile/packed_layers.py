@@ -130,7 +130,7 @@ class PackedLinear(_Layer):
         return layer
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        saved = state_dict.setdefault(f"{prefix}row_elements", torch.tensor(self.in_features))
+        saved = state_dict.setdefault(f"{prefix}row_elements", torch.tensor(self.in_features, device="cpu"))
         if not saved.is_meta and int(saved) != self.in_features:
             raise ValueError(
                 f"{prefix}weight has {int(saved)} elements per row, and this layer takes {self.in_features}: make one "
