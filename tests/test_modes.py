@@ -380,19 +380,27 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("call", ["gemm", "per_token_cast_to_fp8"])
 def test_no_derivative_is_lost_in_compiled_code(call, transform):
-    """An op would lose it, without a word; eager code refuses the transform."""
+    """An op would lose it, without a word."""
     others = (torch.randn(N, K).bfloat16(),) if call == "gemm" else ()
 
     def loss(x):
         made = getattr(deep_tile, call)(x * 1, *others)
         return (made if call == "gemm" else made[1]).sum()
 
-    torch._dynamo.reset()
     derivative, x = TRANSFORMS[transform](loss), torch.randn(M, K).bfloat16()
-    with pytest.raises(TypeError, match="inside a transform of torch.func"):
-        torch.compile(lambda x: derivative(x), backend="eager")(x)
-    with pytest.raises(Exception, match=f"{call} is called where torch.func or forward-mode AD differentiates"):
-        torch.compile(lambda x: derivative(x), backend="eager", fullgraph=True)(x)
+    for fullgraph in (False, True):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match=f"torch.func .* differentiates {call}.*: call it outside .*no_grad"):
+            torch.compile(lambda x: derivative(x), backend="eager", fullgraph=fullgraph)(x)
+    torch._dynamo.reset()
+    each = torch.compile(lambda x: torch.func.vmap(loss)(x), backend="eager")(x[None])  # differentiates nothing
+    assert torch.equal(each[0], loss(x))
+
+
+def test_a_gradient_of_a_constant_is_refused_within_a_transform():
+    x, weight = torch.randn(M, K).bfloat16(), torch.nn.Parameter(torch.randn(N, K).bfloat16())
+    with pytest.raises(RuntimeError, match="gemm has no gradient within a transform of torch.func: call it outside"):
+        torch.func.grad(lambda y: (deep_tile.gemm(x, weight) * y).sum())(torch.ones(M, N))
 
 
 @pytest.mark.parametrize("call", ["gemm", "per_token_cast_to_fp8"])
