@@ -327,6 +327,13 @@ def test_a_place_that_cannot_be_searched_is_one_warning(monkeypatch, tmp_path, v
     assert len(caught) == 1 and chosen != another_config()
 
 
+def test_a_directory_is_not_to_be_removed(monkeypatch, tmp_path):
+    monkeypatch.setenv("DEEP_TILE_TUNED", str(tmp_path))
+    settings.tuned_file.cache_clear()
+    with pytest.warns(RuntimeWarning, match="IsADirectoryError.*Set DEEP_TILE_TUNED to a file"):
+        assert tuned.choices(132) == {}
+
+
 def test_without_a_directory_nothing_is_kept(monkeypatch):
     for name in ("DEEP_TILE_CACHE_DIR", "DG_JIT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -48,7 +48,9 @@ def _all_choices() -> dict[int, dict[str, Choice]]:
         try:
             num_sms, tuned = _read(path)
         except _UNUSABLE as error:
-            _warn(f" in {path}", error, "Remove the file, and run `python -m deep_tile tune` again")
+            remedy = "Remove the file, and run `python -m deep_tile tune` again"
+            is_named_wrongly = isinstance(error, IsADirectoryError)
+            _warn(f" in {path}", error, "Set DEEP_TILE_TUNED to a file" if is_named_wrongly else remedy)
             continue
         found.setdefault(num_sms, {}).update(tuned)
     return found
