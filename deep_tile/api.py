@@ -21,7 +21,7 @@ from deep_tile import (  # noqa: F401, which describe products
     tensors,
     wgrad,
 )
-from deep_tile.checks import MAX_SIZE, Sizes, current_gpu
+from deep_tile.checks import MAX_SIZE, MAX_STRIDE_BYTES, Sizes, current_gpu
 from deep_tile.config import GemmConfig, as_int, round_up
 from deep_tile.dense import FP8_GEMM, Options, Product
 from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names
@@ -229,8 +229,8 @@ def described(m, n, k, dtype, out_dtype, strides, layout, grouping, groups, call
         if not 0 <= as_int(size) <= MAX_SIZE:
             raise ValueError(f"{name} is {size}; sizes run from 0 to {MAX_SIZE}")
     for name, stride in zip("ab", strides, strict=True):
-        if stride is not None and (as_int(stride) is None or not 0 <= as_int(stride) <= MAX_SIZE):
-            raise ValueError(f"{name}_stride is {stride!r}; strides are ints, in elements, up to {MAX_SIZE}")
+        if stride is not None and (as_int(stride) is None or not 0 <= as_int(stride) <= MAX_STRIDE_BYTES):
+            raise ValueError(f"{name}_stride is {stride!r}; strides are ints, in elements, up to {MAX_STRIDE_BYTES}")
     m, n, k, groups, *strides = (None if size is None else int(size) for size in (m, n, k, groups, *strides))
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; groupings are {', '.join(GROUPINGS)}")

@@ -19,6 +19,9 @@ _TMA_BYTES = tensors.ALIGNMENT_BYTES
 MAX_SIZE = 2**31 - 1024
 """Rounded up to the largest cluster tile, a size must fit the kernel's int."""
 
+MAX_STRIDE_BYTES = 2**40 - 16
+"""From row to row of an operand, as a tensor map takes it."""
+
 SOURCES = {
     "a": "deep_tile.per_token_cast_to_fp8 makes a and a_scale",
     "a_scale": "deep_tile.per_token_cast_to_fp8 makes a and a_scale",
@@ -339,6 +342,9 @@ def stride_problem(
             f"{name}'s {what} stride must be a multiple of {_TMA_BYTES} bytes; it is {stride * element_bytes}. "
             f"Allocate {remedy}"
         )
+    if stride * element_bytes > MAX_STRIDE_BYTES:
+        seen = f"{name}'s {what} stride is {stride * element_bytes} bytes; kernels reach {MAX_STRIDE_BYTES}"
+        return f"{seen}. Pass {name}.contiguous()"
     return None
 
 

@@ -116,7 +116,8 @@ class Product(Operation):
 
     def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
         """Every config that problems like `of_all` in these layouts can be given for m up to `max_m`."""
-        return {config for layout in layouts for config in configs_of(of_all._replace(layout=layout))}
+        read = {LAYOUT_NAMES[majors] for majors in as_read(layouts, of_all.n)}
+        return {config for layout in read for config in configs_of(of_all._replace(layout=layout))}
 
     def casts(self, kind: Kind) -> list[StreamingKernel]:
         """Memory-bound kernels that a call launches beside the GEMM."""
@@ -179,11 +180,10 @@ class Dense(Product):
         return (*asked.operands(), out, bias)[: len(self.names)], options
 
     def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
-        """A one-row operand may be read as K-major in any layout."""
+        """As for weights, a single row of `a` may be read as K-major in any layout."""
         read = set()
-        for a, b in map(LAYOUTS.get, layouts):
-            for of_b in {b, "k"} if of_all.n == 1 else {b}:
-                read |= {(max_m, LAYOUT_NAMES[Majors(a, of_b)]), (1, LAYOUT_NAMES[Majors("k", of_b)])}
+        for a, b in as_read(layouts, of_all.n):
+            read |= {(max_m, LAYOUT_NAMES[Majors(a, b)]), (1, LAYOUT_NAMES[Majors("k", b)])}
         found = (plan.configs_for(of_all._replace(layout=layout), most) for most, layout in read)
         return {config for configs in found for config in configs}
 
@@ -346,6 +346,12 @@ class Differentiable(Dense):
         if options.activation is not None:
             why = f"{self.name} has none with activation {options.activation!r}"
             raise gradient_error(name, why, "apply it by torch")
+
+
+def as_read(layouts: Iterable[str], n: int) -> set[Majors]:
+    """How kernels read operands in these layouts: a `b` of one row as K-major, too."""
+    asked = {LAYOUTS[layout] for layout in layouts}
+    return asked | {majors._replace(b="k") for majors in asked if n == 1}
 
 
 def kinds_of(*families: str) -> Kinds:

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import torch
 from torch import is_grad_enabled
+from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from deep_tile import _launcher, launches, ops, tensors
 from deep_tile.kinds import Kind
-from deep_tile.ops import is_traced
+from deep_tile.ops import is_traced, passes_gradients
 from deep_tile.options import check as check_options
 from deep_tile.select.hardware import Hardware
 from deep_tile.select.streaming import Prediction
@@ -29,6 +30,9 @@ OPERATIONS: "dict[str, Operation]" = {}
 
 _AD = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 """forward_ad, whose `_current_level` is at least 0 in forward mode. The attribute is private: without it, no check."""
+
+_TRANSFORMS = eager_transforms if hasattr(eager_transforms, "JVP_NESTING") else SimpleNamespace(JVP_NESTING=0)
+"""torch.func, whose `JVP_NESTING` counts its transforms of that name, likewise."""
 
 Given = tuple[torch.Tensor | None, ...]
 """A call's tensors, in the order of the overload `out`. None: not given, or not allocated yet."""
@@ -200,6 +204,7 @@ class Operation(ops.Op):
                     self.refuse_tangents(given)
                 for x in given:  # takes 0.8 us less than `any` with a generator
                     if x is not None and x.requires_grad:
+                        self._refuse_levels()
                         result = self.differentiate(given, self.Options(*options))
                         if result is not None:
                             return result
@@ -220,15 +225,29 @@ class Operation(ops.Op):
     def trace(self, given: Given, options: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if not self._allocates:
             self._require_outs(given)
-        if is_dynamo_compiling() and is_grad_enabled() and _AD._current_level >= 0:
-            # Dynamo then leaves it to eager code, which knows tangents; an op would lose those of torch.func.jvp.
-            raise RuntimeError(f"{self.called} is called within forward-mode AD, for which it has no derivative")
+        if is_grad_enabled():
+            self._refuse_transforms(given)
         named = self.Options(*options)
         ops.refuse_config(getattr(named, "config", None))
         lists = dict(zip(self.lists, given[len(self._tensors) :], strict=False))
         names = (name for name in (*self._own, *self._options) if name not in lists)
         inputs, outs = self._parts(given[: len(self._tensors)])
         return self(inputs, outs, {name: getattr(named, name) for name in names} | lists)
+
+    def _refuse_transforms(self, given: Given) -> None:
+        """Raise where an op would lose a gradient or a tangent, without a word."""
+        if not is_dynamo_compiling():
+            if _AD._current_level >= 0:
+                self.refuse_tangents(given)
+        elif passes_gradients(self.called) and _AD._current_level >= 0:
+            # Dynamo then leaves the call to eager code, which knows whether a tensor has a tangent.
+            raise RuntimeError(f"{self.called} is called within forward-mode AD, for which it has no derivative")
+
+    def _refuse_levels(self) -> None:
+        """Raise within a transform of torch.func, which takes no gradient of ours. In code that it has not compiled as
+        a whole, torch.compile would do without one."""
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise RuntimeError(f"{self.called} has no gradient within a transform of torch.func: call it outside")
 
     def check_arguments(self, given: Given, options) -> None:
         present = {}
@@ -310,6 +329,12 @@ class Operation(ops.Op):
                 raise tensors.no_tensor(name, None, self.sources.get(name, "pass a tensor"))
 
     def _call_of_op(self, inputs: tuple, outs: tuple, keywords: dict) -> tuple[Given, tuple]:
+        """Raises within torch.func.jvp, which hides from an op which tensors have tangents."""
+        if _AD._current_level >= 0 and _TRANSFORMS.JVP_NESTING and is_grad_enabled():
+            raise RuntimeError(
+                f"torch.ops.deep_tile.{self.name} is called within torch.func.jvp and has no derivative in that "
+                "direction: call it outside, or within torch.no_grad()"
+            )
         all_tensors = (*inputs, *outs)
         given = tuple([all_tensors[i] for i in self._order])
         if self.lists:

@@ -317,10 +317,32 @@ def is_in_mode() -> bool:
 
 def _passes_gradients() -> bool:
     """Raises under a differentiating torch.func transform, which bypasses an op's gradient."""
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if transform is not None and transform.key().name in ("Grad", "Jvp"):
+    transform = _differentiating_transform()
+    if transform:
         raise RuntimeError(
-            f"a transform of torch.func ({transform.key().name.lower()}) differentiates this call, under a mode or a "
+            f"a transform of torch.func ({transform}) differentiates this call, under a mode or a "
             "tracer, and this call has no gradient for it. Call outside of the transform"
         )
     return True
+
+
+def passes_gradients(called: str) -> bool:
+    """The same for Dynamo, which runs this as it traces, so that an error ends the compilation. After one in traced
+    code it would go on frame by frame, some of which it cannot compile within a transform."""
+    transform = _differentiating_transform()
+    if transform:
+        raise RuntimeError(
+            f"a transform of torch.func ({transform}) differentiates {called}, which has no gradient for it: call it "
+            "outside of the transform, or within torch.no_grad()"
+        )
+    return True
+
+
+passes_gradients._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, without importing Dynamo
+
+
+def _differentiating_transform() -> str:
+    """The innermost transform of torch.func that differentiates, by name; "" outside of them."""
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    names = [transform.key().name.lower() for transform in transforms]
+    return next((name for name in reversed(names) if name in ("grad", "jvp")), "")

@@ -18,10 +18,6 @@ from deep_tile.quantize import FP8_DTYPE, FP8_MAX, WEIGHT_BLOCK, scale_shape
 BY_BYTES = {kind.packing.row_bytes: kind for kind in PACKED.values()}
 """Kinds with packed weights, by bytes per row and K block."""
 
-ORDER = 2
-"""The number of the order of codes below, which layers are saved with (packed_layers.py): weights of another order have
-as many bytes and other values."""
-
 _COLUMN = 32
 """Contiguous codes per row: 16 bytes."""
 

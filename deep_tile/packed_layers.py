@@ -42,29 +42,9 @@ class _Layer(torch.nn.Module):
         for name in () if keep_vars else [name for name in self._parameters if name.endswith("_scale")]:
             destination[prefix + name] = destination[prefix + name].contiguous()
 
-    def get_extra_state(self) -> torch.Tensor:
-        """The order of the codes, and more numbers of a layer: as a tensor, the only kind of value that safetensors
-        keeps."""
-        return torch.tensor(self._numbers(), device="cpu", dtype=torch.int64)
-
-    def _numbers(self) -> list[int]:
-        return [packed.ORDER]
-
-    def _check_numbers(self, prefix: str, numbers: list[int]) -> None:
-        """Raise ValueError unless weights that were saved with them are this layer's."""
-        own = self._numbers()
-        if numbers[:1] != own[:1] or len(numbers) != len(own):
-            raise ValueError(
-                f"{prefix}_extra_state is {numbers}, and {own} where codes are packed in this version's order: make "
-                "the layer with from_codes of a checkpoint's weight, and save it anew"
-            )
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Takes weights and scales in their dtypes alone, since torch would convert numbers, and lays them out as ours:
         a file that is mapped into memory puts them at any address."""
-        saved = state_dict.pop(f"{prefix}_extra_state", None)
-        if saved is not None and not getattr(saved, "is_meta", False):
-            self._check_numbers(prefix, torch.as_tensor(saved).reshape(-1).tolist())
         for name, own in self._parameters.items():
             if f"{prefix}{name}_packed" in state_dict:  # whose scale may have the name and shape of ours
                 raise ValueError(
@@ -89,12 +69,12 @@ class PackedLinear(_Layer):
     """`torch.nn.Linear` with a 4-bit weight: casts its input to FP8 and calls `packed_gemm`.
 
     Refuses gradients. `state_dict()` has the packed weight, and loads into a layer of the same sizes and format. Packed
-    rows are whole K blocks: how many elements they have is in its `_extra_state`, with the order in which codes are
-    packed. It need not be there to load.
+    rows are whole K blocks: how many elements they have is in `row_elements`, which need not be there to load.
 
     Attributes:
         weight, weight_scale: a `Packed`, made from [out_features, in_features].
         bias: [out_features], or None.
+        row_elements: a buffer of one number, `in_features`, which every loader knows how to keep.
         options: keywords for `packed_gemm`.
     """
 
@@ -118,6 +98,7 @@ class PackedLinear(_Layer):
         self.in_features, self.out_features, self.options = in_features, out_features, options
         weight, scale = packed.zeros((out_features, in_features), format, device)
         self._give("weight", weight, scale, torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
+        self.register_buffer("row_elements", torch.tensor(in_features, device=device))
 
     @classmethod
     def from_codes(
@@ -150,18 +131,17 @@ class PackedLinear(_Layer):
         layer.in_features, layer.out_features = _k_of(weight, scale), made.weight.shape[0]
         check_bias("bias", bias, (layer.out_features,))
         layer._give("weight", *made, bias)
+        layer.row_elements = torch.tensor(layer.in_features, device=made.weight.device)
         return layer
 
-    def _numbers(self) -> list[int]:
-        return [*super()._numbers(), self.in_features]
-
-    def _check_numbers(self, prefix: str, numbers: list[int]) -> None:
-        super()._check_numbers(prefix, numbers)
-        if numbers[-1] != self.in_features:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        saved = state_dict.setdefault(f"{prefix}row_elements", torch.tensor(self.in_features, device="cpu"))
+        if not saved.is_meta and int(saved) != self.in_features:
             raise ValueError(
-                f"{prefix}weight has {numbers[-1]} elements per row, and this layer takes {self.in_features}: make one "
-                f"with in_features={numbers[-1]}"
+                f"{prefix}weight has {int(saved)} elements per row, and this layer takes {self.in_features}: make one "
+                f"with in_features={int(saved)}"
             )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] in bfloat16, float16 or float32 -> [..., out_features] in the same dtype."""
@@ -182,8 +162,7 @@ class PackedExperts(_Layer):
     and adds up each token's results with their weights.
 
     h = gate * sigmoid(alpha * gate) * (up + beta), as in `silu_mul_cast_to_fp8`. Nothing waits for the GPU, so one CUDA
-    graph serves every choice of experts. Refuses gradients. `state_dict()` has the order in which codes are packed, its
-    `_extra_state`, and loads into a layer of the same sizes and format; weights without it are refused.
+    graph serves every choice of experts. Refuses gradients.
 
     Attributes:
         gate_up, gate_up_scale: a `Packed`, made from [g, 2 * width, hidden]: gate rows, then as many up rows.
@@ -261,16 +240,6 @@ class PackedExperts(_Layer):
             layer._give(name, *made, bias)
         _check_experts(layer, _k_of(gate_up, gate_up_scale), _k_of(down, down_scale))
         return layer
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        given = [name for name in ("gate_up", "down") if prefix + name in state_dict]
-        if given and f"{prefix}_extra_state" not in state_dict:
-            raise ValueError(
-                f"{prefix}{given[0]} is given without {prefix}_extra_state, which tells the order of its codes; layers "
-                "that were saved without one have another: make the layer with from_codes of a checkpoint's weights. "
-                "To weights that this version's deep_tile.pack_weight has made, add the layer's get_extra_state()"
-            )
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Run each token through its experts and add up their results.

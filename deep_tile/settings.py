@@ -1,15 +1,23 @@
 """deep_tile's environment variables: the only place that reads them, and the table that documents them.
 
 Each variable is read at its first use, never at import, and then remembered: all calls in a process see the same value.
-Files at the paths that variables name are shared by processes; `write_json` writes those of JSON.
+Files at the paths that variables name are shared by processes; `write_json` writes those of JSON, and `change_json`
+lets one process at a time add to one.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class BadVariable(ValueError):
@@ -131,6 +139,49 @@ def bounded_waits_ns() -> int | None:
     if not 0.001 <= seconds <= 3600:
         raise bad_value(BOUNDED_WAITS, text, "seconds from 0.001 to 3600")
     return round(seconds * 1e9)
+
+
+def done_alone(work: Callable[[], T], lock: Path, seconds: float) -> T:
+    """What `work` returns, done while nobody else holds this lock file. Where it cannot be locked, in a directory that
+    cannot be written to for instance, or not within so many seconds, the work is done all the same.
+
+    No exception of a signal handler leaves the lock held, wherever it strikes and whoever keeps its traceback: the file
+    is closed, which unlocks it.
+    """
+    with _opened(lock) as file:
+        if file is None:
+            return work()
+        try:
+            _wait_for_lock(file, seconds)
+            return work()
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may keep the file open
+
+
+def _opened(lock: Path) -> AbstractContextManager:
+    try:
+        lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return lock.open("ab")
+    except OSError:
+        return contextlib.nullcontext()
+
+
+def _wait_for_lock(file: IO, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:
+            return  # a file system without locks
+
+
+def change_json(path: Path, made: Callable[[], object]) -> None:
+    """Write a JSON file with data made from what it holds: nobody else changes it meanwhile. Raises OSError as
+    `write_json` does."""
+    done_alone(lambda: write_json(path, made()), path.with_name(f"{path.name}.lock"), seconds=10)
 
 
 def write_json(path: Path, data: object) -> None:

@@ -245,6 +245,16 @@ def test_supports_and_fp8_gemm_agree_on_large_m(k):
         assert supports(m, 8, k, a_stride=256, b_stride=256)[0] == taken == (m <= most), m
 
 
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
+def test_far_rows_are_supported_as_a_tensor_map_takes_them(dtype):
+    """A slice of a large matrix may have rows that are 2^31 elements apart."""
+    most = (2**40 - 16) // dtype.itemsize
+    for stride in (2**31 - 16, 2**31, most, most + 16 // dtype.itemsize, 2**62):
+        problem = checks.stride_problem("a", 2, 256, stride, dtype.itemsize)
+        supported, reason = supports(2, 128, 256, dtype=dtype, a_stride=stride, b_stride=256)
+        assert supported == (problem is None) == (stride <= most), reason
+
+
 def test_far_scales_are_made_contiguous():
     a = torch.empty(4, 128, dtype=FP8, device="meta")
     far, near = torch.empty(4, 2**29, device="meta")[:, :1], torch.empty(1, 1, device="meta")

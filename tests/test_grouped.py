@@ -9,6 +9,7 @@ from grouped_case import DEVICES, OUT_DTYPES, make_case
 
 import deep_tile
 from deep_tile import GemmConfig, fp8_grouped_gemm, grouped_gemm, scaled_grouped_gemm, tensors
+from deep_tile.grouped import GROUPED_GEMM
 from deep_tile.kinds import KINDS
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import group_rows
@@ -339,6 +340,18 @@ def test_refused_results():
         grouped_gemm(*case.operands, **case.lists, num_sms=0)
     with pytest.raises(TypeError, match=r"fast_accum is 1"):
         scaled_grouped_gemm(*make_case("int8_rows", [10, 20], 64, 256).operands, **case.lists, fast_accum=1)
+
+
+@pytest.mark.parametrize("columns", [1, 8])
+def test_precompile_knows_how_a_weight_of_one_row_is_read(columns, quick_compiler):
+    """[g, k, 1] passed as its transpose is K-major as well, which its strides say if its rows are dense."""
+    done = deep_tile.precompile([(1, 64, 4)], kind="bf16", grouping="offs", layouts=["nn"])
+    b = torch.zeros(2, 64, columns, dtype=torch.bfloat16)[..., :1].transpose(1, 2)
+    a, offs = torch.zeros(4, 64, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
+    given = a, b, offs, torch.empty(4, 1, dtype=torch.bfloat16)
+    problem = GROUPED_GEMM.problem(given, GROUPED_GEMM.options_of(given, {"num_sms": 132}))
+    assert problem.layout == ("nt" if columns == 1 else "nn")
+    assert {config.layout for config in done.configs} == {"nt", "nn"}
 
 
 def test_the_selector_and_precompile_know_kinds():

@@ -370,14 +370,49 @@ def test_tangents_are_kept_or_refused(name):
             assert_same(dual(), call())
 
 
-def test_no_tangent_is_lost_in_compiled_code():
-    """An op would lose it, without a word; eager code refuses the transform."""
-    weight, x = torch.randn(N, K).bfloat16(), torch.randn(M, K).bfloat16()
-    tangent = torch.compile(
-        lambda x: torch.func.jvp(lambda x: deep_tile.gemm(x * 1, weight), (x,), (x,))[1], backend="eager"
-    )
-    with pytest.raises(TypeError, match="inside a transform of torch.func"):
-        tangent(x)
+TRANSFORMS = {
+    "grad": torch.func.grad,
+    "jvp": lambda loss: lambda x: torch.func.jvp(loss, (x,), (x,))[1],
+    "grad of vmap": lambda loss: torch.func.grad(lambda x: torch.func.vmap(loss)(x[None]).sum()),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("call", ["gemm", "per_token_cast_to_fp8"])
+def test_no_derivative_is_lost_in_compiled_code(call, transform):
+    """An op would lose it, without a word."""
+    others = (torch.randn(N, K).bfloat16(),) if call == "gemm" else ()
+
+    def loss(x):
+        made = getattr(deep_tile, call)(x * 1, *others)
+        return (made if call == "gemm" else made[1]).sum()
+
+    derivative, x = TRANSFORMS[transform](loss), torch.randn(M, K).bfloat16()
+    for fullgraph in (False, True):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match=f"torch.func .* differentiates {call}.*: call it outside .*no_grad"):
+            torch.compile(lambda x: derivative(x), backend="eager", fullgraph=fullgraph)(x)
+    torch._dynamo.reset()
+    each = torch.compile(lambda x: torch.func.vmap(loss)(x), backend="eager")(x[None])  # differentiates nothing
+    assert torch.equal(each[0], loss(x))
+
+
+def test_a_gradient_of_a_constant_is_refused_within_a_transform():
+    x, weight = torch.randn(M, K).bfloat16(), torch.nn.Parameter(torch.randn(N, K).bfloat16())
+    with pytest.raises(RuntimeError, match="gemm has no gradient within a transform of torch.func: call it outside"):
+        torch.func.grad(lambda y: (deep_tile.gemm(x, weight) * y).sum())(torch.ones(M, N))
+
+
+@pytest.mark.parametrize("call", ["gemm", "per_token_cast_to_fp8"])
+def test_ops_lose_no_tangent(call):
+    op, x = getattr(torch.ops.deep_tile, call), torch.randn(M, K).bfloat16()
+    others = (torch.randn(N, K).bfloat16(),) if call == "gemm" else ()
+    with pytest.raises(RuntimeError, match=f"ops.deep_tile.{call} is called within torch.func.jvp .*no_grad"):
+        torch.func.jvp(lambda x: op(x, *others), (x,), (x,))
+    with FlopCounterMode(display=False), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match=r"tangent of torch\.autograd\.forward_ad"):
+            getattr(deep_tile, call)(dual, *others)
 
 
 @pytest.mark.parametrize("name", CALLS)

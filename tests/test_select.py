@@ -131,6 +131,7 @@ def test_raster_groups_by_tile_and_size_of_b(tile, b_stays, b_leaves):
     config = deepest_config(block_m, block_n, **dict(*options))
     assert raster_rows(config, GemmProblem(4096, 2112, 7168)) == b_stays
     assert raster_rows(config, GemmProblem(4096, 7168, 4096)) == b_leaves
+    assert raster_rows(config, GemmProblem(4096, 7168, 4096, kind="mxfp4")) == b_stays
 
 
 @given(st.integers(1, 1 << 16), st.sampled_from([1, 2, 4]), st.sampled_from([4, 8, 16]), st.integers(0, (1 << 27) - 1))

@@ -650,12 +650,16 @@ def test_what_is_converted_unasked():
             **{name: nn.Linear(4096, 4096, device="meta") for name in ("lm_head", "head")},
         }
     )
-    with pytest.raises(ValueError, match="no torch.nn.Linear that `wanted` accepts"):
+    with pytest.raises(ValueError, match="has 4 torch.nn.Linear, and none gains by FP8 at tokens=64.*by wanted=lambda"):
         convert(model, tokens=64, eager=True)  # of which the host takes longer to enqueue either
     convert(model)
     assert {name for name, layer in model.items() if type(layer) is Linear} == {"large"}
-    with pytest.raises(ValueError, match="no torch.nn.Linear that `wanted` accepts"):
+    with pytest.raises(ValueError, match="has 3 torch.nn.Linear, and none gains by FP8 at tokens=8192"):
         convert(model)
+    with pytest.raises(ValueError, match="has 3 torch.nn.Linear, and `wanted` accepts none"):
+        convert(model, lambda name, layer: False)
+    with pytest.raises(ValueError, match=r"model has no torch\.nn\.Linear, whose subclasses"):
+        convert(nn.ReLU())
 
 
 def test_a_model_learns_as_in_full_precision():
@@ -796,7 +800,7 @@ def test_a_layer_is_converted_by_default_where_it_was_measured_to_gain(entry, ca
     if gains:
         assert isinstance(convert(layer, tokens=tokens), Linear)
     else:
-        with pytest.raises(ValueError, match="no torch.nn.Linear that `wanted` accepts"):
+        with pytest.raises(ValueError, match="none gains by FP8"):
             convert(layer, tokens=tokens)
     command = "explain", f"{tokens}x{n}x{k}", "--train"
     assert cli.main(command) == 0

@@ -1,6 +1,7 @@
 """The search for the fastest config: candidates, results that are kept, and their use by the selector."""
 
 import json
+import multiprocessing
 import resource
 import warnings
 from dataclasses import replace
@@ -68,10 +69,32 @@ def another_config(problem=PROBLEM):
     return candidates(problem)[3][1]
 
 
+def files_in(folder):
+    return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
+
+
 def install_gpu(tmp_path, model):
     folder = tmp_path / "proc" / f"0000:{len(model):02x}:00.0"
     folder.mkdir(parents=True)
     (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 42\nGPU UUID: \t GPU-1\n")
+
+
+def test_processes_that_store_at_once_keep_each_others_choices(forgetful):
+    """Each reads the file, adds to it and writes it."""
+    keys = [f"{m}x1024x1024" for m in range(24)]
+
+    def add(mine):
+        for key in mine:
+            tuned.store(GPU, 132, {key: tuned.Choice(GemmConfig(128, 128, 4), 12.5)})
+
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=add, args=(keys[first::3],)) for first in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    assert set(tuned.choices(132)) == set(keys)
 
 
 def test_stored_choice_is_chosen(keep):
@@ -207,7 +230,7 @@ def test_results_add_up_and_newer_ones_win():
     assert tuned.choices(132) == {KEY: tuned.Choice(second, 1.0), "8x128x128": tuned.Choice(first, 3.0)}
     tuned.store(GPU, 66, {"8x128x128": tuned.Choice(second, 4.0)})
     assert tuned.choices(132) == {} and list(tuned.choices(66)) == ["8x128x128"]
-    assert [path.name for path in (settings.cache_dir() / "tuned").iterdir()] == ["NVIDIA_H200.json"]
+    assert files_in(settings.cache_dir() / "tuned") == ["NVIDIA_H200.json"]
 
 
 def test_only_this_machines_gpu_counts(forgetful, tmp_path):
@@ -284,7 +307,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else():
             tuned.store(GPU, 132, {KEY: choice._replace(us=2.0)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert tuned.choices(132) == {KEY: choice} and [*path.parent.iterdir()] == [path]
+    assert tuned.choices(132) == {KEY: choice} and files_in(path.parent) == [path.name]
 
 
 def test_a_choice_of_groups_is_none_for_a_matrix():
@@ -302,6 +325,13 @@ def test_a_place_that_cannot_be_searched_is_one_warning(monkeypatch, tmp_path, v
         chosen = plan.config_for(PROBLEM)
         plan.config_for(PROBLEM._replace(m=4096))
     assert len(caught) == 1 and chosen != another_config()
+
+
+def test_a_directory_is_not_to_be_removed(monkeypatch, tmp_path):
+    monkeypatch.setenv("DEEP_TILE_TUNED", str(tmp_path))
+    settings.tuned_file.cache_clear()
+    with pytest.warns(RuntimeWarning, match="IsADirectoryError.*Set DEEP_TILE_TUNED to a file"):
+        assert tuned.choices(132) == {}
 
 
 def test_without_a_directory_nothing_is_kept(monkeypatch):

@@ -377,7 +377,7 @@ def store_measured(device_name: str, values: dict[str, float]) -> None:
     path = measured_path()
     if path is None:
         raise FileNotFoundError("no cache directory to store measurements in; set DEEP_TILE_CACHE_DIR")
-    settings.write_json(path, {**_stored(path), device_name: values})
+    settings.change_json(path, lambda: {**_stored(path), device_name: values})
     _stored_measurements.cache_clear()
 
 

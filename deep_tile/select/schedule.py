@@ -59,7 +59,7 @@ def raster_rows(config: GemmConfig, problem: GemmProblem) -> int:
     to 6 % less in 16-row groups (27 shapes each, 2026-11-25). Groups along K were not tried.
     """
     _, columns = config.sides(problem.m, problem.n)
-    stays = columns * problem.k * problem.product.b.bytes <= H200.l2_bytes // 2
+    stays = columns * problem.k * problem.product.b_bytes <= H200.l2_bytes // 2
     if problem.groups is not None:
         return 8 if stays else 16
     if config.block_m == 256:

@@ -48,7 +48,9 @@ def _all_choices() -> dict[int, dict[str, Choice]]:
         try:
             num_sms, tuned = _read(path)
         except _UNUSABLE as error:
-            _warn(f" in {path}", error, "Remove the file, and run `python -m deep_tile tune` again")
+            remedy = "Remove the file, and run `python -m deep_tile tune` again"
+            is_named_wrongly = isinstance(error, IsADirectoryError)
+            _warn(f" in {path}", error, "Set DEEP_TILE_TUNED to a file" if is_named_wrongly else remedy)
             continue
         found.setdefault(num_sms, {}).update(tuned)
     return found
@@ -114,12 +116,21 @@ def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
     path = path_for(gpu)
     if path is None:
         raise FileNotFoundError("no directory to keep tuned choices in; set DEEP_TILE_TUNED or DEEP_TILE_CACHE_DIR")
+
+    def added() -> dict:
+        merged = {**_kept(path, num_sms), **found}
+        entries = {key: {"us": round(choice.us, 3), "config": asdict(choice.config)} for key, choice in merged.items()}
+        return {"gpu": gpu, "num_sms": num_sms, "choices": entries}
+
+    settings.change_json(path, added)
+    _all_choices.cache_clear()
+    return path
+
+
+def _kept(path: Path, num_sms: int) -> dict[str, Choice]:
+    """The choices in a file that stay: those for as many SMs."""
     try:
         old_num_sms, kept = _read(path)
     except _UNUSABLE:
-        old_num_sms, kept = num_sms, {}
-    merged = {**(kept if old_num_sms == num_sms else {}), **found}
-    entries = {key: {"us": round(choice.us, 3), "config": asdict(choice.config)} for key, choice in merged.items()}
-    settings.write_json(path, {"gpu": gpu, "num_sms": num_sms, "choices": entries})
-    _all_choices.cache_clear()
-    return path
+        return {}
+    return kept if old_num_sms == num_sms else {}

@@ -140,10 +140,11 @@ def convert(
     require(recipe)
     if wanted is not None and not callable(wanted):
         raise TypeError(f"wanted is {wanted!r}; pass a function of a layer's name and the layer, or None")
-    wanted = wanted or partial(_pays, tokens, eager)
-    layers = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and wanted(name, each)}
+    known = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
+    pays = partial(_pays, tokens, eager)
+    layers = {name: each for name, each in known.items() if (wanted or pays)(name, each)}
     if not layers:
-        raise ValueError("model has no torch.nn.Linear that `wanted` accepts: check what it returns for each layer")
+        raise ValueError(_none_wanted(len(known), wanted is None, tokens))
     wrapped = [name for name, layer in layers.items() if _has_own_forward(layer)]
     if wrapped:
         raise ValueError(
@@ -157,6 +158,17 @@ def convert(
     for module in filter(is_gated, model.modules()):
         module.__class__ = _with_mlp(type(module))
     return model
+
+
+def _none_wanted(known: int, by_default: bool, tokens: int) -> str:
+    if not known:
+        return "model has no torch.nn.Linear, whose subclasses are left as they are: pass the model that has the layers"
+    if not by_default:
+        return f"model has {known} torch.nn.Linear, and `wanted` accepts none: check what it returns for each layer"
+    return (
+        f"model has {known} torch.nn.Linear, and none gains by FP8 at tokens={tokens}, heads left out: pass the tokens "
+        "of a forward pass, or convert all by wanted=lambda name, layer: True"
+    )
 
 
 def _pays(tokens: int, eager: bool, name: str, layer: nn.Linear) -> bool:
