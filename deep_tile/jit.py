@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import metadata
@@ -194,14 +194,12 @@ def driver_is_older(nvrtc_version: str) -> bool:
 
 
 def _compile_once(kernels: _KernelCache, key: bytes, source: str, name: str) -> bytes:
-    def compile_unless_stored() -> bytes:
+    with kernels.lock(key):
         cubin = kernels.get(key)  # whoever held the lock may have stored it
         if cubin is None:
             cubin = _compile_uniform(source, name)
             kernels.put(key, cubin)
         return cubin
-
-    return kernels.done_alone(key, compile_unless_stored)
 
 
 def _compile_uniform(source: str, name: str) -> bytes:
@@ -570,7 +568,7 @@ class _KernelCache:
         self.directory = directory
         self.limit_bytes = limit_bytes
         self._memory: dict[bytes, bytes] = {}
-        self._thread_locks: dict[tuple[int, bytes], AbstractContextManager] = {}
+        self._thread_locks: dict[tuple[int, bytes], threading.Lock] = {}
         self._keepers: dict[int, FileStreamProgramCache] = {}
         self._warned = False
         if directory is None:
@@ -633,13 +631,18 @@ class _KernelCache:
                 self._warn(str(error))
         self._memory[key] = cubin
 
-    def done_alone(self, key: bytes, work: Callable[[], bytes]) -> bytes:
+    @contextlib.contextmanager
+    def lock(self, key: bytes) -> Iterator[None]:
         """Keep others from compiling the same kernel meanwhile; where that fails, it is compiled twice. A forked child
         does not wait for its parent's threads."""
-        with self._thread_locks.setdefault((os.getpid(), key), threading.RLock()):
-            if self.directory is None:
-                return work()
-            return settings.done_alone(work, self.directory / "locks" / key.hex(), _LOCK_TIMEOUT_SECONDS)
+        thread_lock = self._thread_locks.setdefault((os.getpid(), key), threading.Lock())
+        acquired = thread_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS)
+        try:
+            with self._file_lock(key):
+                yield
+        finally:
+            if acquired:
+                thread_lock.release()
 
     def entry_sizes(self) -> list[int]:
         if self.directory is None:
@@ -681,6 +684,22 @@ class _KernelCache:
         with contextlib.suppress(OSError, ImportError):  # without cuda.core compilation raises a clear error
             return self._files.get(key)
         return None
+
+    @contextlib.contextmanager
+    def _file_lock(self, key: bytes) -> Iterator[None]:
+        if self.directory is None:
+            yield
+            return
+        with contextlib.ExitStack() as held:
+            # Read-only or vanished directory, file system without locks, or timeout: go on without.
+            with contextlib.suppress(OSError, NotImplementedError, ImportError):
+                with import_lock:
+                    from filelock import FileLock
+
+                locks = self.directory / "locks"
+                locks.mkdir(exist_ok=True)
+                held.enter_context(FileLock(locks / key.hex()).acquire(timeout=_LOCK_TIMEOUT_SECONDS))
+            yield
 
     def _refusal(self, directory: Path, seen: str) -> PermissionError:
         return PermissionError(

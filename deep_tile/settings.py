@@ -1,23 +1,18 @@
 """deep_tile's environment variables: the only place that reads them, and the table that documents them.
 
 Each variable is read at its first use, never at import, and then remembered: all calls in a process see the same value.
-Files at the paths that variables name are shared by processes; `write_json` writes those of JSON, and `change_json`
+Files at the paths that variables name are shared by processes; `write_json` writes those of JSON, and `only_writer`
 lets one process at a time add to one.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import threading
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar
-
-T = TypeVar("T")
+from typing import NamedTuple
 
 
 class BadVariable(ValueError):
@@ -86,6 +81,8 @@ PACKAGED_KERNELS = Variable(
 
 VARIABLES = (CACHE_DIR, CACHE_MAX_MB, PRINT_CONFIG, DUMP_DIR, TUNED, BOUNDED_WAITS, PACKAGED_KERNELS)
 
+_LOCK_TIMEOUT_SECONDS = 10.0
+
 
 @cache
 def cache_dir() -> Path | None:
@@ -141,47 +138,17 @@ def bounded_waits_ns() -> int | None:
     return round(seconds * 1e9)
 
 
-def done_alone(work: Callable[[], T], lock: Path, seconds: float) -> T:
-    """What `work` returns, done while nobody else holds this lock file. Where it cannot be locked, in a directory that
-    cannot be written to for instance, or not within so many seconds, the work is done all the same.
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Keep other processes and threads from adding to a file between its reading and its writing. Where that fails, in
+    a directory that cannot be written to for instance, or takes longer than ten seconds, go on without."""
+    from filelock import FileLock
 
-    No exception of a signal handler leaves the lock held, wherever it strikes and whoever keeps its traceback: the file
-    is closed, which unlocks it.
-    """
-    with _opened(lock) as file:
-        if file is None:
-            return work()
-        try:
-            _wait_for_lock(file, seconds)
-            return work()
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may keep the file open
-
-
-def _opened(lock: Path) -> AbstractContextManager:
-    try:
-        lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return lock.open("ab")
-    except OSError:
-        return contextlib.nullcontext()
-
-
-def _wait_for_lock(file: IO, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.01)
-        except OSError:
-            return  # a file system without locks
-
-
-def change_json(path: Path, made: Callable[[], object]) -> None:
-    """Write a JSON file with data made from what it holds: nobody else changes it meanwhile. Raises OSError as
-    `write_json` does."""
-    done_alone(lambda: write_json(path, made()), path.with_name(f"{path.name}.lock"), seconds=10)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, NotImplementedError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held.enter_context(FileLock(f"{path}.lock").acquire(timeout=_LOCK_TIMEOUT_SECONDS))
+        yield
 
 
 def write_json(path: Path, data: object) -> None:

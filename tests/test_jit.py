@@ -9,7 +9,6 @@ import hashlib
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -722,39 +721,6 @@ def test_stuck_lock_costs_a_compilation_only(directory, monkeypatch):
         thread.start()
         thread.join(timeout=30)
     assert result[0].startswith(b"\x7fELF")
-
-
-class Stopped(BaseException):
-    pass
-
-
-def test_no_signal_leaves_a_lock():
-    """At any moment, and though the traceback is kept, as notebooks do."""
-    kernels, kept = jit._open_cache(), []
-
-    def done():
-        return kernels.done_alone(b"key", lambda: b"cubin")
-
-    def stop(*_):
-        raise Stopped
-
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        for number in range(2000):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number % 100))
-                done()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except Stopped as error:
-                kept.append(error)
-            other = threading.Thread(target=done)
-            other.start()
-            other.join(timeout=30)
-            assert not other.is_alive()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert len(kept) > 20
 
 
 # --- forks while threads are at work

@@ -234,6 +234,7 @@ def test_installed_package_explains_with_measurements(installed):
 INDEX = {
     "torch": {"2.99": ()},  # what pip turns to where it cannot keep the one that is installed
     "numpy": {"2.4.6": ()},
+    "filelock": {"4.2.11": ()},
     "rich": {"15.0.0": ()},
     "cuda_core": {"1.2.2": ("numpy",)},
     "cuda_bindings": dict.fromkeys(("12.9.4", "12.9.10", "13.0.3", "13.4.4"), ()),

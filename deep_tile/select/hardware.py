@@ -377,7 +377,8 @@ def store_measured(device_name: str, values: dict[str, float]) -> None:
     path = measured_path()
     if path is None:
         raise FileNotFoundError("no cache directory to store measurements in; set DEEP_TILE_CACHE_DIR")
-    settings.change_json(path, lambda: {**_stored(path), device_name: values})
+    with settings.only_writer(path):
+        settings.write_json(path, {**_stored(path), device_name: values})
     _stored_measurements.cache_clear()
 
 

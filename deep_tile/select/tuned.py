@@ -116,13 +116,10 @@ def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
     path = path_for(gpu)
     if path is None:
         raise FileNotFoundError("no directory to keep tuned choices in; set DEEP_TILE_TUNED or DEEP_TILE_CACHE_DIR")
-
-    def added() -> dict:
+    with settings.only_writer(path):
         merged = {**_kept(path, num_sms), **found}
         entries = {key: {"us": round(choice.us, 3), "config": asdict(choice.config)} for key, choice in merged.items()}
-        return {"gpu": gpu, "num_sms": num_sms, "choices": entries}
-
-    settings.change_json(path, added)
+        settings.write_json(path, {"gpu": gpu, "num_sms": num_sms, "choices": entries})
     _all_choices.cache_clear()
     return path
 
