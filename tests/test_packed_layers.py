@@ -5,9 +5,8 @@ import torch
 from formats import NAMES_OF_PACKED, draw
 
 import deep_tile
-from deep_tile import nn, packed
+from deep_tile import nn
 from deep_tile.kinds import PACKED
-from deep_tile.reference import relative_error
 
 each_format = pytest.mark.parametrize("name", PACKED)
 
