@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from deep_tile import finishes, jit, launches, ops, packed, plan, settings, tensors
-from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.config import MMA_M, REGISTER_ROWS, SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import LAYOUTS, Kind
 from deep_tile.problem import GemmProblem
 
@@ -426,8 +426,11 @@ def checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
         )
     elif config.cluster > problem.num_sms:
         why = f"needs {config.cluster} SMs; num_sms is {problem.num_sms}: pass a config without clusters"
-    elif config.split_k > 1 and not problem.split_k:
-        why = "splits K, and sums depend on the split; batch_invariant=True needs split_k=1: pass such a config"
+    elif config.parts_of_k > 1 and not problem.split_k:
+        why = (
+            "splits K, and sums depend on the split; batch_invariant=True needs split_k=1, and with "
+            f"{REGISTER_ROWS} rows more than {MMA_M} columns: pass such a config"
+        )
     if why is not None:
         raise ValueError(f"{config.name} {why}")
     return config

@@ -449,6 +449,11 @@ class GemmConfig:
         return 2 if self.from_registers and self.block_n <= MMA_M else 1
 
     @property
+    def parts_of_k(self) -> int:
+        """Sums of parts of K that are added up at the end, so that results have other bits than with one."""
+        return self.split_k * self.k_parts
+
+    @property
     def b_group(self) -> int:
         """K elements that share a scale in a packed `b`: a K block if its units hold no scales; otherwise 0."""
         return self.product.packing.group if self.is_packed else 0

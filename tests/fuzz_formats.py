@@ -70,7 +70,7 @@ PRODUCTS = 24
 """With each packed weight."""
 
 SUMS = {
-    kind: next(config for config in default_configs(kind=kind, output="fp32") if config.split_k == 1)
+    kind: next(config for config in default_configs(kind=kind, output="fp32") if config.parts_of_k == 1)
     for kind in ("fp8", "fp8_1x128")
 }
 """Kernels of FP8 weights, which those of packed ones are compared with."""
@@ -249,7 +249,7 @@ def _check_matrix(random: Random, of: Weight, config: GemmConfig) -> Found:
     keywords = {"activation": activation, "accumulate": config.accumulate, "config": config}
     deep_tile.packed_gemm(of.a[rows], of.a_scale[rows], *of.b, guarded.out, bias, **keywords)
     found = {"values": are_off(guarded.out, wanted.exact, ACCUMULATION).sum()}
-    if config.split_k == 1 and not config.is_finished and not config.accumulate and of.has_bits(dtype):
+    if config.parts_of_k == 1 and not config.is_finished and not config.accumulate and of.has_bits(dtype):
         found["product"] = different(guarded.out, of.sums[rows, 0].to(dtype))
     return f"rows {first} to {first + m}", found | {"guards": guarded.count_written_outside()}
 

@@ -46,7 +46,7 @@ def test_every_tile_multiplies_as_fp8_does(name, shape):
     for config in default_configs(True, name):
         whole, out = poisoned(m, n)
         deep_tile.packed_gemm(a, a_scale, *b, out, config=config)
-        if config.split_k == 1:
+        if config.parts_of_k == 1:
             assert torch.equal(out, wanted), config.name
         else:
             assert deep_tile.reference.relative_error(out, wanted) < 4e-3, config.name
@@ -106,7 +106,7 @@ def test_products_of_the_unpacked_weight_are_fp8s(unpacking, name, shape):
     out.zero_()
     graph.replay()
     assert torch.equal(out, wanted)
-    config = next(config for config in default_configs(True, name) if config.split_k == 1)
+    config = next(config for config in default_configs(True, name) if config.parts_of_k == 1)
     deep_tile.packed_gemm(a, a_scale, *b, out, config=config)
     assert torch.equal(out, wanted) and dense.PACKED_GEMM.launches
     with pytest.raises(ValueError, match="b_scale"):

@@ -77,7 +77,7 @@ def _runnable(problem: GemmProblem, own: GemmConfig | None = None) -> list[GemmC
     default = default_configs(problem.tma_store, *what_is_made(problem))
     known = dict.fromkeys((*default, *([own] if own else [])))
     may_transpose = _may_transpose(problem)
-    configs = (c for c in known if suits(c, problem) and (problem.split_k or c.split_k == 1))
+    configs = (c for c in known if suits(c, problem) and (problem.split_k or c.parts_of_k == 1))
     return [c for c in configs if c.cluster <= problem.num_sms and (may_transpose or not c.transposed)]
 
 

@@ -106,12 +106,17 @@ __device__ __forceinline__ float bias_value(BiasBits<config> bits) {
     }
 }
 
-// Bits of the bias in columns 8i and 8i + 1 from `column` on (plus 2 * (lane % 4)), by i / 2 and i % 2. Columns beyond
-// the matrix, which are never stored, take the last one's.
+// Bits of the bias in a column. Columns beyond the matrix, which are never stored, take the last one's.
+template <GemmConfig config>
+__device__ __forceinline__ BiasBits<config> bias_bits(const GemmParams& params, int column) {
+    const u32 at = min(column, params.n - 1);
+    return ptx::ld_global(static_cast<const BiasBits<config>*>(params.bias) + at * params.bias_stride);
+}
+
+// Those in columns 8i and 8i + 1 from `column` on (plus 2 * (lane % 4)), by i / 2 and i % 2.
 template <GemmConfig config>
 __device__ __forceinline__ BiasBits<config> bias_bits(const GemmParams& params, int column, int i) {
-    const u32 at = min(column + int(threadIdx.x % 4) * 2 + i / 2 * 8 + i % 2, params.n - 1);
-    return ptx::ld_global(static_cast<const BiasBits<config>*>(params.bias) + at * params.bias_stride);
+    return bias_bits<config>(params, column + int(threadIdx.x % 4) * 2 + i / 2 * 8 + i % 2);
 }
 
 // Keeps the bias in registers, loaded as row scales are. Two 16-bit numbers share one: otherwise 128x256 tiles spill.

@@ -76,7 +76,7 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
         if constexpr (config.chunks == 1) tile = tiles.next();
         loop.turn_to_tile(tiles);
         Accumulators<config> sums;
-        if constexpr (config.begins_with_bias()) {
+        if constexpr (config.begins_with_bias() && !config.from_registers) {
             begin_with_bias<config>(params, sums, tile.out_column());
         } else {
             loop.clear(sums);

@@ -9,7 +9,7 @@
 // Few SMs wait for conversions here, but all for HBM, so few stages are best (select/defaults.py).
 #pragma once
 
-#include "output.cuh"
+#include "finish.cuh"
 #include "packed_b.cuh"
 #include "warpgroup.cuh"
 
@@ -95,14 +95,15 @@ class RegisterMultiplier {
         TileScheduler<config> tiles(params_);
         left_ = __shfl_sync(0xffffffff, tiles.count() * steps, 0);
         if (left_ == 0) return;
+        if constexpr (config.begins_with_bias()) ptx::griddepcontrol_wait();  // the preceding kernel may write the bias
         wait(smem_.units.full[0], 0);
         convert(operand_, 0, 0);
         for (Tile<config> tile = tiles.next(); tile.valid; tile = tiles.next()) {
             const int rows = row_end<config>(params_, group_end<config>(tile)) - tile.out_row();
             if (rows <= 16) {
-                multiply<16>(steps);
+                multiply<16>(tile.out_column(), steps);
             } else {
-                multiply<32>(steps);
+                multiply<32>(tile.out_column(), steps);
             }
         }
     }
@@ -221,10 +222,26 @@ class RegisterMultiplier {
         }
     }
 
-    // Multiplies a tile with up to `rows` rows.
+    // Clears a tile's sums, or lets those of the first K part begin with the bias; the tile's first column is `column`.
+    template <int count>
+    __device__ __forceinline__ void clear(float (&sums)[count], int column) const {
+        float bias[2] = {};
+        if constexpr (config.begins_with_bias()) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                const float value = bias_value<config>(bias_bits<config>(params_, column + unit_ * unit_rows + lane() / 4 + row * 8));
+                bias[row] = part_ == 0 ? value : 0;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < count; ++i) sums[i] = bias[i / 2 % 2];
+    }
+
+    // Multiplies a tile with up to `rows` rows, whose first column is `column`.
     template <int rows>
-    __device__ __forceinline__ void multiply(int steps) {
-        float sums[rows / 2] = {}, products[rows / 2];
+    __device__ __forceinline__ void multiply(int column, int steps) {
+        float sums[rows / 2], products[rows / 2];
+        clear(sums, column);
 #pragma unroll 1
         for (; steps > 0; --steps) {
             Operand next;
