@@ -470,8 +470,9 @@ class GemmConfig:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes per packed stage, with its two barriers."""
-        return self.scale_blocks * self.block_n // UNIT_ROWS * self.b_unit_bytes + 2 * 8
+        """Bytes per packed stage, with its two barriers and, if converter warps multiply, its tile."""
+        of_tile = 8 if self.from_registers else 0
+        return self.scale_blocks * self.block_n // UNIT_ROWS * self.b_unit_bytes + 2 * 8 + of_tile
 
     @property
     def b_slots(self) -> int:

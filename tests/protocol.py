@@ -337,6 +337,7 @@ class Block:
             rows |= {self.own("partial", warpgroup, sender): WARPGROUP for sender in range(config.split_k - 1)}
         units = config.scale_blocks * config.block_n // UNIT_ROWS
         rows |= {self.own("units", stage): units for stage in range(config.unit_stages)}
+        rows |= {self.own("tile of units", stage): 1 for stage in range(config.unit_stages)}
         return rows | ({self.own("tables"): config.converter_warps} if config.is_packed else {})
 
     # gemm(): the roles.
@@ -666,6 +667,11 @@ def units_of(launch: Launch, tile: Tile) -> int:
     return min(launch.config.block_n, launch.n - tile.n) // UNIT_ROWS
 
 
+def tile_of_units(block: Block, stage: int, tile: Tile | None) -> Region:
+    """What a stage of units says of its tile, for converter warps that multiply; None: that there is none."""
+    return Region(block.own("tile of units", stage), 0, 1, (f"tile {tile.index}" if tile else "no tile",))
+
+
 class UnitWarp:
     """A warp that copies units of a packed `b` to a ring of their own."""
 
@@ -684,6 +690,11 @@ class UnitWarp:
                 if position > requested:
                     yield Wait(self.block.own("units empty", stage), turn - 1)
                     yield from self.load_units(tile, stage, step)
+        if self.config.from_registers:
+            stage, turn = position % self.config.unit_stages, position // self.config.unit_stages
+            yield Wait(self.block.own("units empty", stage), turn - 1)
+            yield Use(writes=(tile_of_units(self.block, stage, None),))
+            yield Arrive(self.block.own("units full", stage), 1)
 
     def request_first_units(self) -> Program:
         """Returns how many stages."""
@@ -700,6 +711,8 @@ class UnitWarp:
     def load_units(self, tile: Tile, stage: int, step: int) -> Program:
         units, full = units_of(self.block.launch, tile), self.block.own("units full", stage)
         of_block = units * self.config.b_unit_bytes
+        if self.config.from_registers:
+            yield Use(writes=(tile_of_units(self.block, stage, tile),))
         yield Arrive(full, 1, self.config.scale_blocks * of_block)
         for i in range(self.config.scale_blocks):
             first = i * self.config.block_n // UNIT_ROWS
@@ -772,6 +785,7 @@ class MultiplyingWarps(ConverterWarps):
         self.units, self.blocks = config.block_n // UNIT_ROWS, config.scale_blocks // config.k_parts
         self.row_groups = 2 // config.k_parts
         self.position = 0  # of the stage that is multiplied, of all tiles
+        self.position_of_units = 0  # of that whose units are converted
 
     def part(self, warp: int) -> int:
         return warp // 4 // self.row_groups
@@ -784,12 +798,20 @@ class MultiplyingWarps(ConverterWarps):
         yield from self.block.await_barriers(WARP * len(self.warps))
         yield from self.block.take_registers()
         yield from self.write_tables()
-        if not self.places:
+        if not self.block.k_range:
             return
-        yield Wait(self.block.own("units full", 0), 0)
-        yield from self.convert(0, 0)
-        for tile in self.block.tiles:
-            yield from self.multiply(tile)
+        yield from self.await_units()
+        for tile in (*self.block.tiles, None):
+            yield Use(reads=(tile_of_units(self.block, self.position % self.config.unit_stages, tile),))
+            if tile:
+                yield from self.multiply(tile)
+
+    def await_units(self) -> Program:
+        """Awaits a stage's units and converts the first K block. What is there after the last tile may be anything."""
+        stages = self.config.unit_stages
+        yield Wait(self.block.own("units full", self.position_of_units % stages), self.position_of_units // stages)
+        if self.position_of_units < len(self.places):
+            yield from self.convert(self.position_of_units, 0)
 
     def convert(self, position: int, block: int) -> Program:
         """Reads a K block of the warps' units, those beyond the tile its last one; none is read beyond the matrix."""
@@ -804,13 +826,12 @@ class MultiplyingWarps(ConverterWarps):
         yield Issue("unit read", reads=tuple(regions))
 
     def turn_to_next_units(self) -> Program:
-        """Gives this stage's units back, and converts the next stage's first K block, if there is one."""
-        stages, following = self.config.unit_stages, self.position + 1
+        """Gives this stage's units back, and turns to the next stage's."""
         yield Join("unit read")  # the arrive is a release
-        yield Arrive(self.block.own("units empty", self.position % stages), WARP * len(self.warps))
-        if following < len(self.places):
-            yield Wait(self.block.own("units full", following % stages), following // stages)
-            yield from self.convert(following, 0)
+        stage = self.position_of_units % self.config.unit_stages
+        yield Arrive(self.block.own("units empty", stage), WARP * len(self.warps))
+        self.position_of_units += 1
+        yield from self.await_units()
 
     def multiply(self, tile: Tile) -> Program:
         for step in self.block.steps(tile):
@@ -862,7 +883,7 @@ class MultiplyingWarps(ConverterWarps):
 
 
 def halves_of(launch: Launch, tile: Tile) -> range:
-    """Sixteens of rows of `a` that are multiplied."""
+    """Sixteens of rows of `a` that are multiplied and used."""
     return range(ceil_div(launch.row_end(tile) - tile.m, WARP_ROWS))
 
 

@@ -875,7 +875,7 @@ SYNCHRONIZING_CALLS = {
     "cp_async_bulk_wait_group_read": 2,
     "cp_async_mbarrier_arrive_noinc": 2,
     "fence_proxy_async": 4,
-    "mbarrier_arrive": 9,
+    "mbarrier_arrive": 10,
     "mbarrier_arrive_cluster": 2,
     "mbarrier_arrive_expect_tx": 4,
     "mbarrier_init": 8,

@@ -162,6 +162,16 @@ struct UnitBarriers<config, true> {
     u64 empty[config.unit_stages];
 };
 
+// Tiles to which the stages of units belong, for converter warps that multiply and have no scheduler.
+template <GemmConfig config, bool exist = config.from_registers>
+struct UnitTiles {};
+
+template <GemmConfig config>
+struct UnitTiles<config, true> {
+    int rows[config.unit_stages];  // 0 after the last tile
+    int column[config.unit_stages];
+};
+
 // Shared memory. Operand and output buffers start at multiples of 1024 bytes, the 128-byte swizzle's period.
 template <GemmConfig config>
 struct alignas(1024) SharedStorage : Partials<config> {
@@ -177,6 +187,7 @@ struct alignas(1024) SharedStorage : Partials<config> {
     u64 partial_empty[config.math_warpgroups];
     [[no_unique_address]] SlotBarriers<config> slots;
     [[no_unique_address]] UnitBarriers<config> units;
+    [[no_unique_address]] UnitTiles<config> tiles;
 };
 
 }  // namespace deep_tile

@@ -246,9 +246,9 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     if constexpr (config.has_scales()) {
         if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
     }
-    const bool loads_units = config.packed_b() && scale_warp == config.scale_warps + config.store_warps;
     if constexpr (config.packed_b()) {
-        if (loads_units) requested = request_first_units<config>(params, smem);
+        const bool loads_units = scale_warp == config.scale_warps + config.store_warps;
+        if (loads_units) return produce_units<config>(params, smem);
     }
     await_barriers<config>(requests_operands);
     if (warp < first_producer) {
@@ -262,9 +262,6 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         if (requests_operands) produce_operands<config>(params, smem, requested);
         if constexpr (config.has_scales()) {
             if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
-        }
-        if constexpr (config.packed_b()) {
-            if (loads_units) produce_units<config>(params, smem, requested);
         }
         const int store_warp = scale_warp - config.scale_warps;
         if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);

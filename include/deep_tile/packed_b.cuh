@@ -5,6 +5,8 @@
 // contiguous, so one bulk copy fetches them.
 #pragma once
 
+#include "barriers.cuh"
+#include "boxes.cuh"
 #include "fourbit.cuh"
 #include "scheduler.cuh"
 
@@ -22,6 +24,10 @@ __device__ __forceinline__ void load_units(const GemmParams& params, SharedStora
     const u32 bytes = min(config.block_n, params.n - tile.out_column()) / unit_rows * config.b_unit_bytes;
     const u32 barrier = ptx::smem_address(&smem.units.full[stage]);
     const int last = ceil_div(params.k, scale_block) - 1;
+    if constexpr (config.from_registers) {
+        smem.tiles.rows[stage] = row_end<config>(params, group_end<config>(tile)) - tile.out_row();
+        smem.tiles.column[stage] = tile.out_column();
+    }
     ptx::mbarrier_arrive_expect_tx(barrier, config.scale_blocks * bytes);
 #pragma unroll
     for (int i = 0; i < config.scale_blocks; ++i) {
@@ -32,9 +38,8 @@ __device__ __forceinline__ void load_units(const GemmParams& params, SharedStora
     }
 }
 
-// Starts the unit warp: initialises its full mbarriers and issues the first loads. Returns how many.
 template <GemmConfig config>
-__device__ __forceinline__ int request_first_units(const GemmParams& params, SharedStorage<config>& smem) {
+__device__ __forceinline__ void initialize_unit_barriers(SharedStorage<config>& smem) {
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.unit_stages; ++stage) {
@@ -44,31 +49,38 @@ __device__ __forceinline__ int request_first_units(const GemmParams& params, Sha
         ptx::fence_proxy_async();
     }
     __syncwarp();
-    if (config.grouped() || !params.early_b) ptx::griddepcontrol_wait();
-    const Tile<config> tile = TileScheduler<config>(params).first();
-    if (config.grouped() && !tile.valid) return 0;
-    const KRange range = k_range<config>(params);
-    const int stages = min(config.unit_stages, range.end - range.begin);
-    if (ptx::elect_sync()) {
-#pragma unroll 1
-        for (int stage = 0; stage < stages; ++stage) load_units<config>(params, smem, tile, stage, range.begin + stage);
-    }
-    __syncwarp();
-    return stages;
 }
 
-// Runs the unit warp; `requested` stages are in flight.
+// Runs the unit warp: it issues the first loads before it awaits the barriers of others. It walks all tiles with one
+// scheduler, whose code fills an eighth of what a launch prefetches where tiles have groups.
 template <GemmConfig config>
-__device__ __forceinline__ void produce_units(const GemmParams& params, SharedStorage<config>& smem, int requested) {
+__device__ __forceinline__ void produce_units(const GemmParams& params, SharedStorage<config>& smem) {
+    initialize_unit_barriers<config>(smem);
+    if (config.grouped() || !params.early_b) ptx::griddepcontrol_wait();
     const KRange range = k_range<config>(params);
-    PipelineState<config.unit_stages> state;
     TileScheduler<config> tiles(params);
-    for (Tile<config> tile = tiles.first(); tile.valid; tile = tiles.next()) {
+    Tile<config> tile = tiles.first();
+    int requested = tile.valid ? min(config.unit_stages, range.end - range.begin) : 0;
+    if (ptx::elect_sync()) {
+#pragma unroll 1
+        for (int stage = 0; stage < requested; ++stage) load_units<config>(params, smem, tile, stage, range.begin + stage);
+    }
+    __syncwarp();
+    await_barriers<config>(false);
+    PipelineState<config.unit_stages> state;
+    for (; tile.valid; tile = tiles.next()) {
         for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
             if (requested > 0) continue;
             wait(smem.units.empty[state.stage], state.phase ^ 1);
             if (ptx::elect_sync()) load_units<config>(params, smem, tile, state.stage, step);
             __syncwarp();
+        }
+    }
+    if constexpr (config.from_registers) {
+        wait(smem.units.empty[state.stage], state.phase ^ 1);
+        if (ptx::elect_sync()) {
+            smem.tiles.rows[state.stage] = 0;
+            ptx::mbarrier_arrive(ptx::smem_address(&smem.units.full[state.stage]));
         }
     }
 }

@@ -92,18 +92,15 @@ class RegisterMultiplier {
     __device__ __forceinline__ void run() {
         const KRange range = k_range<config>(params_);
         const int steps = range.end - range.begin;
-        TileScheduler<config> tiles(params_);
-        left_ = __shfl_sync(0xffffffff, tiles.count() * steps, 0);
-        if (left_ == 0) return;
+        if (steps == 0) return;
         if constexpr (config.begins_with_bias()) ptx::griddepcontrol_wait();  // the preceding kernel may write the bias
-        wait(smem_.units.full[0], 0);
-        convert(operand_, 0, 0);
-        for (Tile<config> tile = tiles.next(); tile.valid; tile = tiles.next()) {
-            const int rows = row_end<config>(params_, group_end<config>(tile)) - tile.out_row();
-            if (rows <= 16) {
-                multiply<16>(tile.out_column(), steps);
+        await_units(operand_);
+        while (const int rows = __shfl_sync(0xffffffff, smem_.tiles.rows[units_.stage], 0)) {
+            const int column = smem_.tiles.column[units_.stage];
+            if (rows <= 16 && !config.grouped()) {
+                multiply<16>(column, steps);
             } else {
-                multiply<32>(tile.out_column(), steps);
+                multiply<32>(column, steps);
             }
         }
     }
@@ -171,13 +168,18 @@ class RegisterMultiplier {
         return reinterpret_cast<const uint2*>(smem_.packed.tables)[four >> group % 4 * 8 & 255];
     }
 
-    // Gives this stage's units back, which have been read, and converts the next stage's first K block, if there is one.
+    // Awaits a stage's units and converts the first K block. After the last tile it has old units: what they become is not
+    // used.
+    __device__ __forceinline__ void await_units(Operand& operand) {
+        wait(smem_.units.full[units_.stage], units_.phase);
+        convert(operand, units_.stage, 0);
+    }
+
+    // Gives this stage's units back, which have been read, and turns to the next stage's.
     __device__ __forceinline__ void turn_to_next_units(Operand& operand) {
         ptx::mbarrier_arrive(ptx::smem_address(&smem_.units.empty[units_.stage]));
         units_.advance();
-        if (--left_ == 0) return;
-        wait(smem_.units.full[units_.stage], units_.phase);
-        convert(operand, units_.stage, 0);
+        await_units(operand);
     }
 
     // Issues the WGMMAs of a K block.
@@ -287,7 +289,6 @@ class RegisterMultiplier {
     const Releaser<config> releaser_;
     const int part_, unit_;
     const u32 a_;  // descriptor address of the first stage
-    int left_;     // stages of units that are not converted
     Operand operand_;
     PipelineState<config.stages> state_;
     PipelineState<config.unit_stages> units_;
