@@ -34,8 +34,9 @@
 //                                       together without a store warp
 //   turn          a math warpgroup      the other one's threads                  the other has issued its WGMMAs
 //   apart         math warpgroup 1      math warpgroup 0's threads               warpgroup 0 has multiplied its tile
-//   all           all but operand warp  every thread, once                       mbarriers exist, cluster-wide
-//   others        operand warp          math warp 0 (only without a cluster)     all but the full mbarriers exist
+//   all           all but operand and   every thread, once                       mbarriers exist, cluster-wide
+//                 unit warp
+//   others        operand, unit warp    math warp 0 (only without a cluster)     all but the full mbarriers exist
 //
 // If all K blocks of a tile's `b` fit, they may stay resident while the CTA works down a column of tiles: stages then
 // hold `a` and scales only (GemmConfig.resident_b).

@@ -52,10 +52,11 @@ __device__ __forceinline__ void initialize_unit_barriers(SharedStorage<config>& 
 }
 
 // Runs the unit warp: it issues the first loads before it awaits the barriers of others. It walks all tiles with one
-// scheduler, whose code fills an eighth of what a launch prefetches where tiles have groups.
+// scheduler: a second one is 8 KB of code if tiles have groups.
 template <GemmConfig config>
 __device__ __forceinline__ void produce_units(const GemmParams& params, SharedStorage<config>& smem) {
     initialize_unit_barriers<config>(smem);
+    announce_full_barriers<config>();
     if (config.grouped() || !params.early_b) ptx::griddepcontrol_wait();
     const KRange range = k_range<config>(params);
     TileScheduler<config> tiles(params);
@@ -66,7 +67,7 @@ __device__ __forceinline__ void produce_units(const GemmParams& params, SharedSt
         for (int stage = 0; stage < requested; ++stage) load_units<config>(params, smem, tile, stage, range.begin + stage);
     }
     __syncwarp();
-    await_barriers<config>(false);
+    await_barriers<config>(true);
     PipelineState<config.unit_stages> state;
     for (; tile.valid; tile = tiles.next()) {
         for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
