@@ -137,8 +137,9 @@ class Launch:
         return self.m * (len(self.ranges) if self.config.by_counts else 1)
 
     def row_end(self, tile: Tile) -> int:
-        """The end of the rows of a tile: its own, or that of its group or of the matrix."""
-        return min(tile.m + self.config.block_m, self.ranges[tile.group][1] if self.config.row_groups else self.m)
+        """The end of the rows of a tile's group, or of the matrix; of the tile itself, if that ends within a box."""
+        end = self.ranges[tile.group][1] if self.config.row_groups else self.m
+        return min(end, tile.m + self.config.block_m) if self.config.block_m < MMA_M else end
 
     def has_tiles(self, group: int) -> bool:
         """Whether a group has tiles. An empty group along K has tiles of zeros, unless it would add them."""
