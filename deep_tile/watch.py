@@ -144,8 +144,8 @@ def _barriers(config: Watched) -> list[str]:
         *stages,
         *(f"partial_full[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
         *(f"partial_empty[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
-        *(f"slots.full[{slot}]" for slot in range(config.b_stages)),
-        *(f"slots.empty[{slot}]" for slot in range(config.b_stages)),
+        *(f"slots.full[{slot}]" for slot in range(config.slots_apart)),
+        *(f"slots.empty[{slot}]" for slot in range(config.slots_apart)),
         *(f"units.full[{stage}]" for stage in range(config.unit_stages)),
         *(f"units.empty[{stage}]" for stage in range(config.unit_stages)),
     ]
