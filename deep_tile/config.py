@@ -480,6 +480,11 @@ class GemmConfig:
         return 1 if self.from_registers else self.b_stages or self.stages
 
     @property
+    def slots_apart(self) -> int:
+        """Slots outside the ring of stages: of a resident or converted `b`, or of a tile's sums."""
+        return self.b_slots if self.from_registers else self.b_stages
+
+    @property
     def b_slot_bytes(self) -> int:
         """Bytes per slot of `b`: a stage's rows, or a tile's padded sums by K part, in whole swizzle periods."""
         if self.from_registers:
@@ -860,9 +865,9 @@ class GemmConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared-memory bytes that do not depend on the stage count. Each math warpgroup, and each `b` slot outside the
+        """Shared-memory bytes that do not depend on the stage count. Each math warpgroup, and each slot outside the
         ring, has two barriers; a packed `b` a table with 8-byte entries."""
-        apart = (1 if self.from_registers else self.b_stages) * (self.b_slot_bytes + 2 * 8)
+        apart = self.slots_apart * (self.b_slot_bytes + 2 * 8)
         if self.is_packed:
             apart += 8 * PACKED_TABLES + (self.unit_stages * self.unit_bytes if self.math_warpgroups == 2 else 0)
         scales = 0 if self.product.block_scales else self.scale_bytes

@@ -610,9 +610,10 @@ def packed_gemm(
 ) -> torch.Tensor:
     """`fp8_gemm` with a 4-bit weight, which the kernel converts to FP8.
 
-    The result has the bits of a GEMM by the same tile with the FP8 weight that `pack_weight` defines. The kernel reads
-    17/32 as many weight bytes as FP8, 18/32 for NVFP4, and 18/32 for INT4 with its row scales. With many rows, the
-    weight is first unpacked to FP8 in temporary memory, if that is predicted to take less time. Not differentiable.
+    The result has the bits of a GEMM with the FP8 weight that `pack_weight` defines, if both add K in order, as with
+    `batch_invariant=True`: split K and, up to 32 rows, narrow tiles add it in parts. The kernel reads 17/32 as many
+    weight bytes as FP8, 18/32 for NVFP4, and 18/32 for INT4 with its row scales. With many rows, the weight is first
+    unpacked to FP8 in temporary memory, if that is predicted to take less time. Not differentiable.
 
     Args:
         a: [m, k] float8_e4m3fn, as for `fp8_gemm`.

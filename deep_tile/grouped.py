@@ -171,6 +171,7 @@ class Grouped(Product):
             expected = ceil_div(rows, groups) if options.layout == "offs" else rows
         return GemmProblem(
             *(rows, n, k, options.num_sms, checks.tma_can_store(out)),
+            split_k=not options.batch_invariant,
             kind=self.kind(given, options).name,
             output=finishes.RESULT_NAMES[out.dtype],
             groups=Groups(options.layout, groups, expected),

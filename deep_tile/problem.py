@@ -32,8 +32,8 @@ class GemmProblem(NamedTuple):
         m, n, k: sizes in elements, all positive.
         num_sms: streaming multiprocessors that the kernel may use.
         tma_store: whether `out` meets TMA's rules: address, row length and row stride are multiples of 16 bytes.
-        split_k: whether split K is allowed. Without it every kernel sums a row in the same order, so results do not
-            depend on m.
+        split_k: whether K may be added in parts. Without it every kernel sums a row in the same order, so results do
+            not depend on m.
         kind: a name in `kinds.EVERY_KIND`.
         output: dtype of `out`, a name in `kinds.RESULTS`.
         groups: None for a dense GEMM. With "offs" m is the total over all groups, with "counts" the space per group;

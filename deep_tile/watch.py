@@ -121,10 +121,10 @@ def role(config: Watched, warp: int) -> str:
     if helper < config.scale_warps:
         return f"scale warp {helper}"
     helper -= config.scale_warps
-    if not config.is_packed or helper < config.store_warps:
-        return f"store warp {helper}"
-    helper -= config.store_warps
-    return f"converter warp {helper - 1}" if helper else "unit warp"
+    converter = warp - math_warps - 4
+    if converter >= 0:
+        return f"converter warp {converter}"
+    return "unit warp" if config.is_packed and helper == config.store_warps else f"store warp {helper}"
 
 
 def barrier(config: Watched, offset: int) -> str:
@@ -144,8 +144,8 @@ def _barriers(config: Watched) -> list[str]:
         *stages,
         *(f"partial_full[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
         *(f"partial_empty[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
-        *(f"slots.full[{slot}]" for slot in range(config.b_stages)),
-        *(f"slots.empty[{slot}]" for slot in range(config.b_stages)),
+        *(f"slots.full[{slot}]" for slot in range(config.slots_apart)),
+        *(f"slots.empty[{slot}]" for slot in range(config.slots_apart)),
         *(f"units.full[{stage}]" for stage in range(config.unit_stages)),
         *(f"units.empty[{stage}]" for stage in range(config.unit_stages)),
     ]

@@ -41,6 +41,7 @@ USERS: dict[str, Callable[[GemmConfig], bool]] = {
     "grouped.cuh": lambda config: config.is_grouped,
     "quantized_output.cuh": lambda config: config.quantizes,
     "reduce.cuh": lambda config: config.split_k > 1,
+    "register_b.cuh": lambda config: config.from_registers,
     "accumulate.cuh": lambda config: not config.product.promotes,
     **dict.fromkeys(("mainloop.cuh", "promotion.cuh"), lambda config: config.product.promotes),
 }

@@ -137,8 +137,9 @@ class Launch:
         return self.m * (len(self.ranges) if self.config.by_counts else 1)
 
     def row_end(self, tile: Tile) -> int:
-        """The end of the rows of a tile: its own, or that of its group or of the matrix."""
-        return min(tile.m + self.config.block_m, self.ranges[tile.group][1] if self.config.row_groups else self.m)
+        """The end of the rows of a tile's group, or of the matrix; of the tile itself, if that ends within a box."""
+        end = self.ranges[tile.group][1] if self.config.row_groups else self.m
+        return min(end, tile.m + self.config.block_m) if self.config.block_m < MMA_M else end
 
     def has_tiles(self, group: int) -> bool:
         """Whether a group has tiles. An empty group along K has tiles of zeros, unless it would add them."""
@@ -416,11 +417,6 @@ class Block:
 CLUSTER_BARRIER: Name = (-1, "cluster barrier")
 
 
-def slots_apart(config: GemmConfig) -> int:
-    """Slots outside the ring of stages, of `b` or of a tile's sums (GemmConfig::has_slots)."""
-    return config.b_slots if config.from_registers else config.b_stages
-
-
 class OperandsWarp:
     """Requests operands by TMA. `position` counts stages, of all tiles."""
 
@@ -438,7 +434,7 @@ class OperandsWarp:
     def initialize_full_barriers(self) -> Program:
         for stage in range(self.config.stages):
             yield Init(self.block.own("full", stage), 1 + WARP * self.config.product.block_scales)
-        for slot in range(slots_apart(self.config)):
+        for slot in range(self.config.slots_apart):
             writers = self.config.converter_warps * (WARP if self.config.from_registers else 1)
             yield Init(self.block.own("slot full" if writers else "column full", slot), writers or 1)
 
@@ -509,7 +505,7 @@ class OperandsWarp:
         yield from self.load("b", slot, barrier, rows, held, self.block.column, multicast)
 
     def load_a(self, tile: Tile, stage: int, step: int, multicast: bool) -> Program:
-        if slots_apart(self.config):
+        if self.config.slots_apart:
             yield Arrive(self.block.own("full", stage), 1, self.announced_bytes(tile, 0))
         full = self.block.own("full", stage)
         if scales_in_bulk(self.launch, tile):
@@ -988,7 +984,7 @@ class MathWarps:
             yield Init(own("empty", stage), readers * (WARP + len(self.block.peers)))
         for stage in range(config.unit_stages):
             yield Init(own("units empty", stage), config.converter_warps * WARP)
-        for slot in range(slots_apart(config)):
+        for slot in range(config.slots_apart):
             name = "slot empty" if config.is_packed else "column empty"
             yield Init(own(name, slot), math_warps * (1 if config.is_packed and config.b_stages else WARP))
         for warpgroup in range(config.math_warpgroups if config.split_k > 1 else 0):

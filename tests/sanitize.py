@@ -13,11 +13,12 @@ of them; that there are none is what the NaN around the inputs of all other GPU 
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from formats import draw
+from formats import NAMES_OF_PACKED, draw, fp8_product
 from helpers import (
     ACCUMULATION,
     Exact,
@@ -287,6 +288,9 @@ PACKED_CASES = (
     Case(GemmConfig(128, 128, 3, b_stages=2, kind="mxfp4"), 130, 272, 656, 2),
     Case(GemmConfig(256, 128, 2, store_buffers=1, b_stages=2, kind="nvfp4"), 257, 144, 400, 2),
     Case(GemmConfig(256, 128, 2, split_k=2, store_buffers=1, b_stages=3, kind="mxfp4"), 257, 144, 900, 2),
+    Case(GemmConfig(32, 112, 3, tma_store=False, kind="int4"), 33, 240, 700, 2),
+    Case(GemmConfig(32, 64, 2, scale_blocks=2, split_k=2, kind="int4"), 20, 208, 1500, 4),
+    Case(GemmConfig(32, 48, 3, scale_blocks=2, grouping="counts", kind="nvfp4"), 133, 80, 700, 3),
     Case(GemmConfig(128, 64, 3, b_stages=3, grouping="offs", kind="mxfp4"), 215, 144, 400, 3),
     Case(GemmConfig(64, 128, 3, b_stages=2, grouping="counts", kind="nvfp4"), 133, 144, 352, 3),
 )
@@ -294,9 +298,10 @@ PACKED_CASES = (
 
 
 def run_packed(case: Case, device: str = "cuda") -> None:
-    """Raises AssertionError unless the result has the bits of the FP8 weight's; with split K, unless it is near."""
+    """Raises AssertionError unless the result has the bits of the FP8 weight's; with K in parts, unless it is near."""
     config, groups = case.config, len(GROUPS) if case.config.is_grouped else 1
-    weight, scale, arguments, _ = draw(config.kind, (groups, case.n, case.k))
+    name = NAMES_OF_PACKED[config.kind]
+    weight, scale, arguments, _ = draw(name, (groups, case.n, case.k))
     b = deep_tile.pack_weight(weight, scale, **arguments)
     a, a_scale = per_token_cast_to_fp8(torch.randn(groups if config.by_counts else 1, case.m, case.k))
     bounds = torch.tensor(list(accumulate(GROUPS)) if config.by_offs else GROUPS, dtype=torch.int32)
@@ -305,14 +310,14 @@ def run_packed(case: Case, device: str = "cuda") -> None:
         a, a_scale = a[0], a_scale[0]
     wide = tight(packed.as_fp8(*b, k=case.k), device, 16)
     operands = [tight(a, device, 16), tight(a_scale, device), *(x.to(device) for x in b)]
-    call, as_fp8 = deep_tile.packed_grouped_gemm, deep_tile.fp8_grouped_gemm
+    call, as_fp8 = deep_tile.packed_grouped_gemm, partial(deep_tile.fp8_grouped_gemm, batch_invariant=True)
     if not config.is_grouped:
-        call, as_fp8, operands, wide = deep_tile.packed_gemm, fp8_gemm, [*operands[:2], *(x[0] for x in b)], wide[0]
-        operands = [x.to(device) for x in operands]
+        call, as_fp8, wide = deep_tile.packed_gemm, partial(fp8_product, name), wide[0]
+        operands = [*operands[:2], *(x[0].to(device) for x in b)]
     keywords = {name: x.to(device) for name, x in keywords.items()}
     out, wanted = (torch.zeros(*a.shape[:-1], case.n, dtype=torch.bfloat16).to(device) for _ in range(2))
     call(*operands, out=out, **keywords, config=config, num_sms=case.num_sms)
-    as_fp8(*operands[:2], wide, operands[3], out=wanted, **keywords, batch_invariant=True)
+    as_fp8(*operands[:2], wide, operands[3], out=wanted, **keywords)
     error = relative_error(out.cpu(), wanted.cpu())
     assert error <= (4e-3 if config.parts_of_k > 1 else 0), f"{config.name}: {error}"
 

@@ -108,12 +108,14 @@ def waits(cubin: bytes) -> int:
 
 @each_config
 def test_code_lies_in_the_order_in_which_it_is_wanted(config, listings):
-    """A launch brings code along in the order of its addresses."""
+    """A launch brings code along in the order of its addresses: first that of loads. Of kernels whose converter warps
+    multiply, which they do beside the producers' loops, the first requests come first."""
 
     def addresses(instruction):
         return [int(address, 16) for address in re.findall(rf"/\*([0-9a-f]+)\*/.*?\b{instruction}\b", listings[config])]
 
-    assert max(addresses("UTMALDG")) < min(addresses(WGMMA))
+    loads = addresses("UTMALDG")
+    assert (min(loads) if config.from_registers else max(loads)) < min(addresses(WGMMA))
 
 
 class Instruction(NamedTuple):

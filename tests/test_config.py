@@ -264,7 +264,8 @@ def register_configs():
 
 def test_converter_warps_that_multiply_share_a_stage():
     """Two warpgroups share the columns, or, up to 64, the K blocks. One slot holds a tile's sums, with four numbers of
-    padding per row; a stage has `a` and units. Registers are an SM's, and a tile's rows are stored alone."""
+    padding per row; a stage has `a`, units and where their tile is. Registers are an SM's, and a tile's rows are stored
+    alone."""
     for config in register_configs():
         of_part = 64 * (2 // config.k_parts)
         assert config.from_registers and (config.converter_warps, config.threads) == (8, 512)
@@ -272,7 +273,7 @@ def test_converter_warps_that_multiply_share_a_stage():
         assert 0 <= config.b_slot_bytes - config.k_parts * 32 * (config.block_n + 4) * 4 < 1024, config.name
         units = config.scale_blocks * config.block_n // 16 * config.b_unit_bytes
         scales = 4 * config.scale_blocks * (32 + -(-config.b_scale_slots // 4) * 4)
-        assert config.stage_bytes == 32 * config.k_bytes + units + scales + 4 * 8, config.name
+        assert config.stage_bytes == 32 * config.k_bytes + units + scales + 4 * 8 + 2 * 4, config.name
         registers = config.math_registers + config.producer_registers + 2 * config.converter_registers
         assert 128 * registers == 64 * 1024, config.name
         assert (config.store_rows, config.store_warps, config.chunks, config.b_slots) == (16, 0, 1, 1)

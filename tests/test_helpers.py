@@ -192,7 +192,16 @@ def test_every_boolean_property_is_a_feature():
     config = next(legal_configs())
     booleans = {name for name in dir(GemmConfig) if isinstance(getattr(config, name, None), bool)}
     booleans -= {"accumulate", "by_counts", "by_k", "by_offs", "column_scales", "integer_sums", "is_finished"}
-    booleans -= {"is_grouped", "is_packed", "quantizes", "row_groups", "row_scales", "transposed", "cuts_b"}
+    booleans -= {
+        "is_grouped",
+        "is_packed",
+        "from_registers",
+        "quantizes",
+        "row_groups",
+        "row_scales",
+        "transposed",
+        "cuts_b",
+    }
     assert booleans == {name for name in ANY_CONFIGS_FEATURES if isinstance(getattr(config, name), bool)}
 
 

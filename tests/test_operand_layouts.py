@@ -46,9 +46,6 @@ ASSEMBLY = {
 
 PROGRAM = """
 #include "host_warp.h"
-struct float2 {{
-    float x, y;
-}};
 {struct}
 struct Trace {{
     const GemmParams* params;

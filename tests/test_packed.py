@@ -5,8 +5,9 @@ import torch
 from formats import NAMES_OF_PACKED, draw
 
 import deep_tile
-from deep_tile import cast as kernels
 from deep_tile import (
+    GemmConfig,
+    checks,
     dense,
     launches,
     pack_weight,
@@ -17,11 +18,13 @@ from deep_tile import (
     to_blocks,
     unpack_weight,
 )
+from deep_tile import cast as kernels
 from deep_tile.codegen import kernel_source
 from deep_tile.kinds import EVERY_KIND, PACKED
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select import choose
 from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import grouped_configs
 
 FORMATS = [*PACKED]
 each_format = pytest.mark.parametrize("name", FORMATS)
@@ -266,6 +269,20 @@ def test_few_rows_are_multiplied_from_registers(name, n, k, tile):
     few, more = (choose.choose(GemmProblem(m, n, k, kind=name)) for m in (16, 48))
     assert few.from_registers and (few.block_n, few.split_k) == tile
     assert not more.from_registers
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_k_is_added_in_parts_only_where_bits_may_depend_on_other_rows(name):
+    """Narrow tiles of 32 rows do so, without split K, too: not with `batch_invariant`, and not in groups."""
+    narrow = GemmConfig(32, 64, 4, scale_blocks=2, kind=name)
+    problem = GemmProblem(16, 18432, 7168, kind=name)
+    assert (narrow.parts_of_k, choose.choose(problem).parts_of_k) == (2, 2)
+    assert checks.checked_config(narrow, problem) == narrow
+    with pytest.raises(ValueError, match="splits K.*batch_invariant=True needs .* with 32 rows more than 64 columns"):
+        checks.checked_config(narrow, problem._replace(split_k=False))
+    for m in (1, 16, 32, 33, 300):
+        assert choose.choose(problem._replace(m=m, split_k=False)).parts_of_k == 1
+    assert all(config.parts_of_k == 1 for layout in ("offs", "counts") for config in grouped_configs(layout, kind=name))
 
 
 @pytest.mark.parametrize("name", FORMATS)

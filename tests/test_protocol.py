@@ -725,6 +725,12 @@ FAULTS = {
     "units read a stage too early": Seeded(
         UNWRITTEN, launch(REGISTERS), in_program("converter", without(lambda o: is_at(o, Wait, "units full")))
     ),
+    "units and their tile announced before the stage is given back": Seeded(
+        ARRIVALS, launch(REGISTERS), in_program("units", without(lambda o: is_at(o, Wait, "units empty")))
+    ),
+    "a last tile that converters are not told of": Seeded(
+        DEADLOCK, launch(REGISTERS), in_program("units", lambda operations: operations[:-1])
+    ),
     "rows of a multiplied before they are there": Seeded(
         UNWRITTEN, launch(REGISTERS), in_program("converter", without(lambda o: is_at(o, Wait, "full")))
     ),

@@ -27,6 +27,8 @@ FAMILIES = (
     GemmConfig(128, 256, 4, cluster_n=2),
     GemmConfig(128, 256, 3, tma_store=False),
     GemmConfig(64, 128, 4, b_stages=3, kind="mxfp4"),
+    GemmConfig(32, 128, 4, scale_blocks=2, kind="mxfp4"),
+    GemmConfig(32, 64, 2, scale_blocks=2, kind="int4"),
     GemmConfig(128, 128, 4, b_stages=3, kind="mxfp4"),
 )
 """One kernel for each way in which roles wait for each other."""
@@ -68,7 +70,7 @@ def test_report_without_a_hang():
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.name)
 def test_every_barrier_of_a_block_has_a_name(config):
-    barriers = 2 * (config.stages + config.math_warpgroups + config.b_stages + config.unit_stages)
+    barriers = 2 * (config.stages + config.math_warpgroups + config.slots_apart + config.unit_stages)
     names = [watch.barrier(config, 8 * i) for i in range(barriers)]
     assert len(set(names)) == barriers
     assert not any("no barrier" in name for name in names)
@@ -81,6 +83,10 @@ def test_every_warp_has_a_role(config):
     assert len(set(roles)) == len(roles)
     assert "operands' warp" in roles
     assert sum("scale warp" in role for role in roles) == config.scale_warps
+    assert [role for role in roles if "converter" in role] == [
+        f"converter warp {i}" for i in range(config.converter_warps)
+    ]
+    assert sum("unit warp" in role for role in roles) == config.unit_warps
 
 
 def test_records_are_those_of_the_device():

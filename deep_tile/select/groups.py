@@ -26,7 +26,8 @@ _PACKED_TILES = (
     *((32, 128, 2, 1), (64, 32, 2, 1), (64, 64, 2, 1), (64, 128, 2, 1)),
     *((128, 64, 2, 1), (128, 128, 1, 1), (256, 128, 1, 1)),
 )
-"""Tiles for packed weights, as `packed_configs` takes them."""
+"""Tiles for packed weights, as `packed_configs` takes them. Narrower ones of 32 rows add K in parts, and results would
+depend on the rows of other groups, by which tiles are chosen."""
 
 _K_TILES = ((64, 128), (128, 128), (128, 192), (128, 256), (256, 128))
 """(block_m, block_n) for K groups. Tiles with two math warpgroups exist without clusters and, with TMA stores, as
