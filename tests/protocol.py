@@ -396,23 +396,6 @@ class Block:
         else:
             yield Sync(self.own("all"), threads, self.config.threads)
 
-    def announce_full_barriers(self) -> Program:
-        """From the operand or the unit warp, which then awaits the others' barriers."""
-        if self.config.cluster > 1:
-            yield Reach(CLUSTER_BARRIER, WARP, self.config.cluster * self.config.threads)
-        else:
-            yield Reach(self.own("all"), WARP, self.config.threads)
-
-    def await_others(self) -> Program:
-        if self.config.cluster > 1:
-            yield Wait(CLUSTER_BARRIER, 0)
-        else:
-            yield Sync(self.own("others"), WARP, self.threads_of_others)
-
-    @property
-    def threads_of_others(self) -> int:
-        return (2 + self.config.unit_warps) * WARP
-
 
 CLUSTER_BARRIER: Name = (-1, "cluster barrier")
 
@@ -426,9 +409,12 @@ class OperandsWarp:
     def run(self) -> Program:
         yield from self.block.give_registers()
         yield from self.initialize_full_barriers()
-        yield from self.block.announce_full_barriers()
+        yield from self.announce_full_barriers()
         requested = yield from self.request_first_stages()
-        yield from self.block.await_others()
+        if self.config.cluster > 1:
+            yield Wait(CLUSTER_BARRIER, 0)
+        else:
+            yield Sync(self.block.own("others"), WARP, 2 * WARP)
         yield from self.produce_operands(requested)
 
     def initialize_full_barriers(self) -> Program:
@@ -437,6 +423,12 @@ class OperandsWarp:
         for slot in range(self.config.slots_apart):
             writers = self.config.converter_warps * (WARP if self.config.from_registers else 1)
             yield Init(self.block.own("slot full" if writers else "column full", slot), writers or 1)
+
+    def announce_full_barriers(self) -> Program:
+        if self.config.cluster > 1:
+            yield Reach(CLUSTER_BARRIER, WARP, self.config.cluster * self.config.threads)
+        else:
+            yield Reach(self.block.own("all"), WARP, self.config.threads)
 
     def request_first_stages(self) -> Program:
         """Request the first stages without multicast, since peers may not have made their barriers yet. Returns how
@@ -685,7 +677,7 @@ class UnitWarp:
     def run(self) -> Program:
         yield from self.block.give_registers()
         requested = yield from self.request_first_units()
-        yield from self.block.await_others()
+        yield from self.block.await_barriers(WARP)
         position = 0
         for tile in self.block.tiles:
             for step in self.block.steps(tile):
@@ -704,7 +696,6 @@ class UnitWarp:
         """Returns how many stages."""
         for stage in range(self.config.unit_stages):
             yield Init(self.block.own("units full", stage), 1)
-        yield from self.block.announce_full_barriers()
         if not self.block.tiles:
             return 0
         steps = self.block.steps(self.block.tiles[0])
@@ -991,7 +982,7 @@ class MathWarps:
             yield Init(own("partial full", warpgroup), 1)
             yield Init(own("partial empty", warpgroup), 4 * (config.split_k - 1))
         if config.cluster == 1:
-            yield Reach(own("others"), WARP, self.block.threads_of_others)
+            yield Reach(own("others"), WARP, 2 * WARP)
 
     def consume(self) -> Program:
         config = self.config

@@ -13,10 +13,6 @@ constexpr int slot_writers = config.from_registers ? config.converter_warps * wa
                              : config.packed_b()   ? config.converter_warps
                                                    : 1;
 
-// Threads of the warps that make mbarriers: math warp 0, the operand warp, the unit warp.
-template <GemmConfig config>
-constexpr int others_threads = (2 + config.unit_warps) * warp_threads;
-
 // Makes the full mbarriers. The operand warp does so, because its first requests need them and follow at once: caches
 // are cold, instruction caches included, and every step counts. Math warp 0 makes the others meanwhile. A first request
 // left after 1500 to 2300 clocks behind other work, after 1300 to 1450 with a division and two branches for the tile
@@ -72,10 +68,10 @@ __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>&
         ptx::fence_mbarrier_init();
     }
     __syncwarp();
-    if constexpr (config.cluster() == 1) ptx::bar_arrive(others_barrier, others_threads<config>);
+    if constexpr (config.cluster() == 1) ptx::bar_arrive(others_barrier, 2 * warp_threads);
 }
 
-// Announces, from the operand warp or the unit warp, that its full mbarriers are ready to use.
+// Announces, from the operand warp, that the full mbarriers are ready to use.
 template <GemmConfig config>
 __device__ __forceinline__ void announce_full_barriers() {
     if constexpr (config.cluster() == 1) {
@@ -85,15 +81,15 @@ __device__ __forceinline__ void announce_full_barriers() {
     }
 }
 
-// Waits until the mbarriers in this CTA, and in its cluster if any, are ready. The operand warp and the unit warp, which
-// have announced their own, wait for math warp 0 alone, not for warps that only use mbarriers.
+// Waits until the mbarriers in this CTA, and in its cluster if any, are ready. The operand warp, which
+// has announced its own, waits for math warp 0 alone, not for warps that only use mbarriers.
 template <GemmConfig config>
 __device__ __forceinline__ void await_barriers(bool announced) {
     if constexpr (config.cluster() > 1) {
         if (!announced) ptx::barrier_cluster_arrive_relaxed();
         ptx::barrier_cluster_wait();
     } else if (announced) {
-        ptx::bar_sync(others_barrier, others_threads<config>);
+        ptx::bar_sync(others_barrier, 2 * warp_threads);
     } else {
         ptx::bar_sync(all_barrier, config.threads);
     }

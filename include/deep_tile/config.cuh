@@ -92,9 +92,9 @@ constexpr int span_k = 64;             // MN-major operands, always 16-bit: K el
 constexpr int unit_rows = 16;          // rows per unit of a packed `b`
 constexpr int packed_tables = 256;     // one per scale byte
 
-// Named barriers: "all" joins all threads, "others" two warps or three, "apart" both math warpgroups; the rest, per warpgroup.
+// Named barriers: "all" joins all threads, "others" two warps, "apart" both math warpgroups; the rest, per warpgroup.
 constexpr int all_barrier = 0;
-constexpr int others_barrier = 9;        // math warp 0 has made its mbarriers; operand and unit warp may use them
+constexpr int others_barrier = 9;        // math warp 0 has made its mbarriers; the operand warp may use them
 constexpr int apart_barrier = 10;        // math warpgroup 0 has multiplied its tile; 1 may issue its last WGMMAs
 constexpr int tables_barrier = 11;       // the converter warps have written the tables
 constexpr int own_barrier = 1;           // the warpgroup by itself

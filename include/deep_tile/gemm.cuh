@@ -34,9 +34,8 @@
 //                                       together without a store warp
 //   turn          a math warpgroup      the other one's threads                  the other has issued its WGMMAs
 //   apart         math warpgroup 1      math warpgroup 0's threads               warpgroup 0 has multiplied its tile
-//   all           all but operand and   every thread, once                       mbarriers exist, cluster-wide
-//                 unit warp
-//   others        operand, unit warp    math warp 0 (only without a cluster)     all but the full mbarriers exist
+//   all           all but operand warp  every thread, once                       mbarriers exist, cluster-wide
+//   others        operand warp          math warp 0 (only without a cluster)     all but the full mbarriers exist
 //
 // If all K blocks of a tile's `b` fit, they may stay resident while the CTA works down a column of tiles: stages then
 // hold `a` and scales only (GemmConfig.resident_b).
@@ -247,9 +246,9 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     if constexpr (config.has_scales()) {
         if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
     }
+    const bool loads_units = config.packed_b() && scale_warp == config.scale_warps + config.store_warps;
     if constexpr (config.packed_b()) {
-        const bool loads_units = scale_warp == config.scale_warps + config.store_warps;
-        if (loads_units) return produce_units<config>(params, smem);
+        if (loads_units) requested = request_first_units<config>(params, smem);
     }
     await_barriers<config>(requests_operands);
     if (warp < first_producer) {
@@ -263,6 +262,9 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         if (requests_operands) produce_operands<config>(params, smem, requested);
         if constexpr (config.has_scales()) {
             if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
+        }
+        if constexpr (config.packed_b()) {
+            if (loads_units) produce_units<config>(params, smem, requested);
         }
         const int store_warp = scale_warp - config.scale_warps;
         if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);

@@ -5,7 +5,6 @@
 // contiguous, so one bulk copy fetches them.
 #pragma once
 
-#include "barriers.cuh"
 #include "boxes.cuh"
 #include "fourbit.cuh"
 #include "scheduler.cuh"
@@ -38,8 +37,19 @@ __device__ __forceinline__ void load_units(const GemmParams& params, SharedStora
     }
 }
 
+// Tells converter warps that multiply, after the last tile, that there is none.
 template <GemmConfig config>
-__device__ __forceinline__ void initialize_unit_barriers(SharedStorage<config>& smem) {
+__device__ __forceinline__ void end_units(SharedStorage<config>& smem, PipelineState<config.unit_stages> state) {
+    wait(smem.units.empty[state.stage], state.phase ^ 1);
+    if (ptx::elect_sync()) {
+        smem.tiles.rows[state.stage] = 0;
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.units.full[state.stage]));
+    }
+}
+
+// Starts the unit warp: initialises its full mbarriers and issues the first loads. Returns how many.
+template <GemmConfig config>
+__device__ __forceinline__ int request_first_units(const GemmParams& params, SharedStorage<config>& smem) {
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.unit_stages; ++stage) {
@@ -49,27 +59,26 @@ __device__ __forceinline__ void initialize_unit_barriers(SharedStorage<config>& 
         ptx::fence_proxy_async();
     }
     __syncwarp();
-}
-
-// Runs the unit warp: it issues the first loads before it awaits the barriers of others. It walks all tiles with one
-// scheduler: a second one is 8 KB of code if tiles have groups.
-template <GemmConfig config>
-__device__ __forceinline__ void produce_units(const GemmParams& params, SharedStorage<config>& smem) {
-    initialize_unit_barriers<config>(smem);
-    announce_full_barriers<config>();
     if (config.grouped() || !params.early_b) ptx::griddepcontrol_wait();
+    const Tile<config> tile = TileScheduler<config>(params).first();
+    if (config.grouped() && !tile.valid) return 0;
     const KRange range = k_range<config>(params);
-    TileScheduler<config> tiles(params);
-    Tile<config> tile = tiles.first();
-    int requested = tile.valid ? min(config.unit_stages, range.end - range.begin) : 0;
+    const int stages = min(config.unit_stages, range.end - range.begin);
     if (ptx::elect_sync()) {
 #pragma unroll 1
-        for (int stage = 0; stage < requested; ++stage) load_units<config>(params, smem, tile, stage, range.begin + stage);
+        for (int stage = 0; stage < stages; ++stage) load_units<config>(params, smem, tile, stage, range.begin + stage);
     }
     __syncwarp();
-    await_barriers<config>(true);
+    return stages;
+}
+
+// Runs the unit warp; `requested` stages are in flight.
+template <GemmConfig config>
+__device__ __forceinline__ void produce_units(const GemmParams& params, SharedStorage<config>& smem, int requested) {
+    const KRange range = k_range<config>(params);
     PipelineState<config.unit_stages> state;
-    for (; tile.valid; tile = tiles.next()) {
+    TileScheduler<config> tiles(params);
+    for (Tile<config> tile = tiles.first(); tile.valid; tile = tiles.next()) {
         for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
             if (requested > 0) continue;
             wait(smem.units.empty[state.stage], state.phase ^ 1);
@@ -77,13 +86,7 @@ __device__ __forceinline__ void produce_units(const GemmParams& params, SharedSt
             __syncwarp();
         }
     }
-    if constexpr (config.from_registers) {
-        wait(smem.units.empty[state.stage], state.phase ^ 1);
-        if (ptx::elect_sync()) {
-            smem.tiles.rows[state.stage] = 0;
-            ptx::mbarrier_arrive(ptx::smem_address(&smem.units.full[state.stage]));
-        }
-    }
+    if constexpr (config.from_registers) end_units<config>(smem, state);
 }
 
 // Writes the tables, by all converter warps.
