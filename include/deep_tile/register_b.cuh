@@ -1,12 +1,12 @@
 // Packed `b` from registers: in 32-row tiles, converter warpgroups multiply what they convert.
 //
-// Rows of `b` are WGMMA's rows, from registers, and rows of `a` its columns: 16 or, if the tile has more, 32. Converted
-// weights thus pass shared memory neither on their way in nor out, and few rows of `a` take little tensor time. A
-// warpgroup has 64 rows of `b`, a warp 16 of them, a unit of each K block (packed_b.cuh). With up to 64 columns, both
+// Rows of `b` are WGMMA's rows, from registers, and rows of `a` its columns: 16 or, if the tile has more, 32; in groups,
+// whose scheduler takes much code, always 32. Converted weights thus do not pass shared memory, and few rows of `a` take
+// little tensor time. A warpgroup has 64 rows of `b`, a warp 16 of them, a unit of each K block (packed_b.cuh). With up to 64 columns, both
 // warpgroups have the same rows and half of a stage's K blocks each. They leave a tile's sums in shared memory, from
 // which the math warpgroup takes them as its own accumulators.
 //
-// Few SMs wait for conversions here, but all for HBM, so few stages are best (select/defaults.py).
+// These kernels wait for HBM, and are fastest with few stages (select/defaults.py).
 #pragma once
 
 #include "finish.cuh"
