@@ -94,9 +94,9 @@ class RegisterMultiplier {
         const int steps = range.end - range.begin;
         if (steps == 0) return;
         if constexpr (config.begins_with_bias()) ptx::griddepcontrol_wait();  // the preceding kernel may write the bias
-        await_units(operand_);
-        while (const int rows = __shfl_sync(0xffffffff, smem_.tiles.rows[units_.stage], 0)) {
-            const int column = smem_.tiles.column[units_.stage];
+        await_units(operand_, state_);
+        while (const int rows = __shfl_sync(0xffffffff, smem_.tiles.rows[state_.stage], 0)) {
+            const int column = smem_.tiles.column[state_.stage];
             if (rows <= 16 && !config.grouped()) {
                 multiply<16>(column, steps);
             } else {
@@ -106,6 +106,7 @@ class RegisterMultiplier {
     }
 
    private:
+    using State = PipelineState<config.stages>;
     using Operand = u32[k_block_bytes / mma_k_bytes][4];  // of each WGMMA in a K block
     using Scales = typename Conditional<config.b_group == 16, uint2, u32>::type;
 
@@ -113,6 +114,7 @@ class RegisterMultiplier {
     static constexpr int blocks = config.scale_blocks / config.k_parts;  // of a stage, per warpgroup
     static constexpr bool has_tables = config.b_group < scale_block;
     static constexpr int groups = has_tables ? mma_k_bytes / config.b_group : 0;  // per WGMMA
+    static_assert(config.unit_stages == config.stages, "rings of other depths than the multiplier's state");
     static_assert(blocks == 1 || blocks == 2, "K blocks of a stage without a loop for them");
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % warp_threads; }
@@ -170,16 +172,15 @@ class RegisterMultiplier {
 
     // Awaits a stage's units and converts the first K block. After the last tile it has old units: what they become is not
     // used.
-    __device__ __forceinline__ void await_units(Operand& operand) {
-        wait(smem_.units.full[units_.stage], units_.phase);
-        convert(operand, units_.stage, 0);
+    __device__ __forceinline__ void await_units(Operand& operand, State state) {
+        wait(smem_.units.full[state.stage], state.phase);
+        convert(operand, state.stage, 0);
     }
 
-    // Gives this stage's units back, which have been read, and turns to the next stage's.
-    __device__ __forceinline__ void turn_to_next_units(Operand& operand) {
-        ptx::mbarrier_arrive(ptx::smem_address(&smem_.units.empty[units_.stage]));
-        units_.advance();
-        await_units(operand);
+    // Gives this stage's units back, which have been read, and turns to the `next` stage's.
+    __device__ __forceinline__ void turn_to_next_units(Operand& operand, State next) {
+        ptx::mbarrier_arrive(ptx::smem_address(&smem_.units.empty[state_.stage]));
+        await_units(operand, next);
     }
 
     // Issues the WGMMAs of a K block.
@@ -246,26 +247,28 @@ class RegisterMultiplier {
         clear(sums, column);
 #pragma unroll 1
         for (; steps > 0; --steps) {
-            Operand next;
+            Operand other;
+            State next = state_;
+            next.advance();
             wait(smem_.full[state_.stage], state_.phase);
             begin(products, operand_, 0);
             if constexpr (blocks == 2) {
-                convert(next, units_.stage, 1);
+                convert(other, state_.stage, 1);
                 finish(products, operand_);
                 promote(sums, products, 0);
-                begin(products, next, 1);
-                turn_to_next_units(operand_);
-                finish(products, next);
+                begin(products, other, 1);
+                turn_to_next_units(operand_, next);
+                finish(products, other);
                 promote(sums, products, 1);
             } else {
-                turn_to_next_units(next);
+                turn_to_next_units(other, next);
                 finish(products, operand_);
                 promote(sums, products, 0);
 #pragma unroll
-                for (int i = 0; i < 16; ++i) operand_[i / 4][i % 4] = next[i / 4][i % 4];
+                for (int i = 0; i < 16; ++i) operand_[i / 4][i % 4] = other[i / 4][i % 4];
             }
             releaser_.release(state_.stage);
-            state_.advance();
+            state_ = next;
         }
         store(sums);
     }
@@ -290,8 +293,7 @@ class RegisterMultiplier {
     const int part_, unit_;
     const u32 a_;  // descriptor address of the first stage
     Operand operand_;
-    PipelineState<config.stages> state_;
-    PipelineState<config.unit_stages> units_;
+    State state_;  // of both rings, which have as many stages
     u32 phase_ = 0;  // of the sums
 };
 
