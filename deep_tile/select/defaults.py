@@ -178,7 +178,7 @@ def default_configs(
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := quantized(one)))
     if EVERY_KIND[kind].packing:
-        tiles = [tile for tile in _PACKED_TILES if tma_store or _has_room(*tile)]
+        tiles = [tile for tile in _PACKED_TILES if tma_store or _has_room(tile[0], tile[1], tile[3])]
         if EVERY_KIND[kind].scaling == "row_blocks":  # this tile would exceed the code that a launch prefetches
             tiles = [tile for tile in tiles if tile != (64, 64, 2, 4)]
         return packed_configs(tiles, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
@@ -188,9 +188,9 @@ def default_configs(
     return _configs_of_kind(tma_store=tma_store, kind=kind, output=output, accumulate=accumulate, layout=layout)
 
 
-def _has_room(block_m: int, block_n: int, scale_blocks: int, split_k: int) -> bool:
+def _has_room(block_m: int, block_n: int, split_k: int) -> bool:
     """Whether a packed weight's tile has room for math-warp stores: registers, and code that a launch prefetches."""
-    return block_m <= 128 and block_n in _ROOMY_WIDTHS and (block_m, scale_blocks, split_k) != (REGISTER_ROWS, 2, 4)
+    return block_m <= 128 and block_n in _ROOMY_WIDTHS and split_k < 4
 
 
 def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | None:
