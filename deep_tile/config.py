@@ -641,7 +641,9 @@ class GemmConfig:
     @property
     def converter_registers(self) -> int:
         """Registers per converter thread: a producer's, or, if these multiply, what the others leave."""
-        return (4 * 128 - self.math_registers - 40) // 2 if self.from_registers else self.producer_registers
+        if not self.from_registers:
+            return self.producer_registers
+        return (4 * 128 - self.math_registers - self.producer_registers) // 2
 
     @property
     def carries_descriptors(self) -> bool:

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import functools
 import math
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,6 +19,7 @@ from formats import NAMES_OF_PACKED, draw
 from helpers import CHOICES, assert_cast_within, assert_silu_mul_cast, norm_bounds, some_choices
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_host import without_assembly
 from test_drawn_casts import EACH_INDEX, EACH_OF_ROWS, check_draws, check_rows
 from test_quantize import EACH_OPTION, assert_same, codes, wide_matrix
 
@@ -44,7 +44,14 @@ from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE
 
 pytestmark = pytest.mark.about(
-    *("include/deep_tile/*", "tests/host_*.h", "deep_tile/cast.py", "deep_tile/codegen.py", "deep_tile/params.py"),
+    *(
+        "include/deep_tile/*",
+        "tests/host_*.h",
+        "tests/on_host.py",
+        "deep_tile/cast.py",
+        "deep_tile/codegen.py",
+        "deep_tile/params.py",
+    ),
     *("deep_tile/quantize.py", "deep_tile/transposed.py", "deep_tile/experts.py", "deep_tile/sources.py"),
     *(
         "deep_tile/reference.py",
@@ -179,11 +186,7 @@ def compile_headers(run_folder):
 
 def compile_for_host(kernel, directory):
     """The library of a kernel."""
-    text = streaming_source(kernel)
-    assembly = assembly_of(kernel)
-    for pattern, replacement in assembly.items():
-        text, count = re.subn(pattern, replacement, text)
-        assert count, pattern
+    text = without_assembly(streaming_source(kernel), assembly_of(kernel))
     source, library = directory / f"{kernel.name}.cpp", directory / f"{kernel.name}.so"
     source.write_text(f"""\
 #include "host_cuda.h"

@@ -6,14 +6,12 @@ or they leave it in the registers that WGMMA takes.
 
 import ctypes
 import re
-import shutil
-import subprocess
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from formats import NAMES_OF_PACKED, draw
+from on_host import load, without_assembly
 from test_cast_kernels import ASSEMBLY_OF_UNPACK
 
 from deep_tile import GemmConfig, codegen, pack_weight, packed, params
@@ -22,7 +20,7 @@ from deep_tile.select.defaults import default_configs
 
 pytestmark = pytest.mark.about(
     *("include/deep_tile/*", "tests/host_*.h", "deep_tile/codegen.py", "deep_tile/params.py", "deep_tile/packed.py"),
-    *("deep_tile/config.py", "deep_tile/kinds.py", "tests/formats.py"),
+    *("deep_tile/config.py", "deep_tile/kinds.py", "tests/formats.py", "tests/on_host.py"),
 )
 
 ASSEMBLY = {
@@ -122,12 +120,8 @@ CONFIGS = [*INTO_SLOTS, *INTO_REGISTERS]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    if shutil.which("c++") is None:
-        pytest.skip("needs a C++ compiler")
     headers = codegen._headers("barriers.cuh", "register_b.cuh").replace("__cvta_generic_to_shared(", "host_address(")
-    for pattern, replacement in ASSEMBLY.items():
-        headers, count = re.subn(pattern, replacement, headers, flags=re.DOTALL)
-        assert count, pattern
+    headers = without_assembly(headers, ASSEMBLY, re.DOTALL)
     entries = [
         ENTRY.format(
             number=i,
@@ -137,12 +131,8 @@ def library(tmp_path_factory):
         )
         for i, config in enumerate(CONFIGS)
     ]
-    directory = tmp_path_factory.mktemp("converters")
-    source, made = directory / "converters.cpp", directory / "converters.so"
-    source.write_text("\n".join([PROGRAM.format(struct=params.GEMM.text, headers=headers), *entries]))
-    command = ["c++", "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", f"-I{Path(__file__).parent}"]
-    subprocess.run([*command, str(source), "-o", str(made)], check=True)
-    return ctypes.CDLL(str(made))
+    text = "\n".join([PROGRAM.format(struct=params.GEMM.text, headers=headers), *entries])
+    return load(tmp_path_factory.mktemp("converters"), text)
 
 
 def swizzled(weight):

@@ -7,17 +7,15 @@ Modes", and "Asynchronous Warpgroup Level Matrix Shared Memory Layout". The prod
 
 import ctypes
 import re
-import shutil
-import subprocess
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import changes
 import numpy as np
 import pytest
 import torch
+from on_host import load, without_assembly
 
 from deep_tile import codegen, dense, params, plan
 from deep_tile.config import MMA_M, GemmConfig, ceil_div, round_up
@@ -27,6 +25,7 @@ from deep_tile.problem import GemmProblem
 STEP = changes.share_of(
     *("include/deep_tile/*", "tests/host_*.h", "deep_tile/codegen.py", "deep_tile/params.py", "deep_tile/plan.py"),
     *("deep_tile/config.py", "deep_tile/kinds.py", "deep_tile/dense.py", "csrc/*", "tests/test_operand_layouts.py"),
+    "tests/on_host.py",
 )
 """One in so many configs is compiled and tested."""
 
@@ -158,19 +157,11 @@ CONFIGS = [
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    if shutil.which("c++") is None:
-        pytest.skip("needs a C++ compiler")
     headers = codegen._headers("operands.cuh", "warpgroup.cuh").replace("__cvta_generic_to_shared(", "host_shared(")
-    for beginning, replacement in ASSEMBLY.items():
-        headers, count = re.subn(rf"{beginning}.*?\);", replacement, headers, flags=re.DOTALL)
-        assert count, beginning
+    headers = without_assembly(headers, {rf"{start}.*?\);": made for start, made in ASSEMBLY.items()}, re.DOTALL)
     entries = (ENTRY.format(number=i, config=codegen._fields(config)) for i, config in enumerate(CONFIGS))
-    directory = tmp_path_factory.mktemp("operands")
-    source, made = directory / "operands.cpp", directory / "operands.so"
-    source.write_text("\n".join([PROGRAM.format(struct=params.GEMM.text, headers=headers), *entries]))
-    command = ["c++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-I{Path(__file__).parent}"]
-    subprocess.run([*command, str(source), "-o", str(made)], check=True)
-    return ctypes.CDLL(str(made))
+    text = "\n".join([PROGRAM.format(struct=params.GEMM.text, headers=headers), *entries])
+    return load(tmp_path_factory.mktemp("operands"), text)
 
 
 @pytest.fixture(autouse=True)

@@ -437,6 +437,10 @@ def is_at(operation: Operation, kind: type, barrier: str) -> bool:
     return isinstance(operation, kind) and operation.barrier[1] == barrier
 
 
+def is_join(operation: Operation, group: str) -> bool:
+    return isinstance(operation, Join) and operation.group == group
+
+
 def without(unwanted: Callable[[Operation], bool]) -> Callable[[list[Operation]], list[Operation]]:
     return lambda operations: [operation for operation in operations if not unwanted(operation)]
 
@@ -513,7 +517,7 @@ def released_before(group: str, barrier: str) -> Callable[[list[Operation]], lis
     def change(operations: list[Operation]) -> list[Operation]:
         changed: list[Operation] = []
         for operation in operations:
-            joins = [i for i, earlier in enumerate(changed) if isinstance(earlier, Join) and earlier.group == group]
+            joins = [i for i, earlier in enumerate(changed) if is_join(earlier, group)]
             early = joins and is_at(operation, Arrive, barrier)
             changed.insert(joins[-1] if early else len(changed), operation)
         return changed
@@ -618,7 +622,7 @@ FAULTS = {
     "a stage released before its scales have been read": Seeded(
         OVERWRITTEN,
         launch(DECODE),
-        in_program("math", without(lambda o: isinstance(o, Join) and o.group == "scale read")),
+        in_program("math", without(lambda o: is_join(o, "scale read"))),
     ),
     "sums released before they have been read": Seeded(
         OVERWRITTEN, launch(SPLIT), in_program("math", released_before("sum read", "partial empty"))
@@ -673,13 +677,13 @@ FAULTS = {
     "a store buffer written before the own store has read it": Seeded(
         OVERWRITTEN,
         launch(TWO_TILES),
-        in_program("math", without(lambda o: isinstance(o, Join) and o.group == "store")),
+        in_program("math", without(lambda o: is_join(o, "store"))),
     ),
     "an exit before the last store has read its buffer": Seeded(
         EXITED, launch(DECODE), in_program("math", lambda operations: operations[:-1])
     ),
     "a box that TMA reads without a fence": Seeded(
-        UNWRITTEN, launch(PAIR), in_program("math", without(lambda o: isinstance(o, Join) and o.group == "box write"))
+        UNWRITTEN, launch(PAIR), in_program("math", without(lambda o: is_join(o, "box write")))
     ),
     "two stages for tiles that end apart": Seeded(
         DEADLOCK, launch(Case(altered(GemmConfig(128, 128, 2), ends_apart=True), 128, 128, 384, 1))
@@ -697,12 +701,12 @@ FAULTS = {
     "units given back before they have been read": Seeded(
         OVERWRITTEN,
         launch(UNITS),
-        in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "unit read")),
+        in_program("converter", without(lambda o: is_join(o, "unit read"))),
     ),
     "a converted slot published before it is written": Seeded(
         UNWRITTEN,
         launch(UNITS),
-        in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "slot write")),
+        in_program("converter", without(lambda o: is_join(o, "slot write"))),
     ),
     "a slot converted before its WGMMAs are over": Seeded(
         OVERWRITTEN, launch(UNITS), in_program("converter", without(lambda o: is_at(o, Wait, "slot empty")))
@@ -717,7 +721,7 @@ FAULTS = {
     "units given back before they have been read to be multiplied": Seeded(
         OVERWRITTEN,
         launch(REGISTERS),
-        in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "unit read")),
+        in_program("converter", without(lambda o: is_join(o, "unit read"))),
     ),
     "units given back before their last K block is read": Seeded(
         OVERWRITTEN, launch(REGISTER_BLOCKS), in_program("converter", released_before("WGMMA", "units empty"))
@@ -740,12 +744,12 @@ FAULTS = {
     "a stage released before converters have read its scales": Seeded(
         OVERWRITTEN,
         launch(REGISTERS),
-        in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "scale read")),
+        in_program("converter", without(lambda o: is_join(o, "scale read"))),
     ),
     "a tile's sums published before they are written": Seeded(
         UNWRITTEN,
         launch(REGISTERS),
-        in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "tile sum write")),
+        in_program("converter", without(lambda o: is_join(o, "tile sum write"))),
     ),
     "a tile's sums overwritten before they have been read": Seeded(
         OVERWRITTEN, launch(REGISTERS), in_program("converter", without(lambda o: is_at(o, Wait, "slot empty")))

@@ -1,0 +1,28 @@
+"""Kernels' text as C++ for a CPU: assembly replaced, compiled with host_cuda.h or host_warp.h, loaded."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+
+def without_assembly(text: str, replacements: Mapping[str, str], flags: int = 0) -> str:
+    """The text with each pattern replaced; each must occur."""
+    for pattern, replacement in replacements.items():
+        text, count = re.subn(pattern, replacement, text, flags=flags)
+        assert count, pattern
+    return text
+
+
+def load(folder: Path, text: str) -> ctypes.CDLL:
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    source, made = folder / "on_host.cpp", folder / "on_host.so"
+    source.write_text(text)
+    command = ["c++", "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", f"-I{Path(__file__).parent}"]
+    subprocess.run([*command, str(source), "-o", str(made)], check=True)
+    return ctypes.CDLL(str(made))
