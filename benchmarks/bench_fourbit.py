@@ -3,8 +3,9 @@
     PYTHONPATH=. python benchmarks/bench_fourbit.py --out fourbit.json [--kinds int4] [--every-config]
 
 Weights take turns, as many as make 200 MB in 4 bits, so that none is in L2; the method is timing.py's, and a time is
-that of one product. `read` is what half of a copy takes of the packed bytes. FP8 has scales of 128x128. Exits with 1 if
-a result is not that of the FP8 weight, bit for bit, where K is not split.
+that of one product. `read` is what half of a copy takes of the packed bytes. FP8 has scales of 128x128; it does not
+hold integers in groups of 32, for which it has random weights. Exits with 1 if a result is not that of the FP8 weight,
+bit for bit, where K is not split; or, in groups of 32, not near float64's.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from deep_tile import (
     scaled_gemm,
 )
 from deep_tile.kinds import PACKED
+from deep_tile.reference import relative_error, scaled_gemm_reference
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
 
@@ -41,39 +43,57 @@ PACKED_BYTES = 2e8
 
 
 def make_weights(kind: str, shape: tuple[int, ...]) -> list[tuple]:
-    """Pairs of a packed weight, and of the same in FP8 with scales of 128x128, as many as take turns."""
+    """Pairs of a packed weight, and of one in FP8 with scales of 128x128, as many as take turns."""
     *leading, n, k = shape
     made = []
     for _ in range(max(2, round(PACKED_BYTES / (torch.Size(shape).numel() * PACKED[kind].b_bytes)))):
         codes = torch.randint(0, 256, (*leading, n, k // 2), dtype=torch.uint8, device="cuda")
         scale, keywords = scales(kind, (*leading, n), k)
         weight = pack_weight(codes, scale, **keywords)
-        of_blocks = torch.ones(*leading, -(-n // 128), -(-k // 128), device="cuda")
-        made.append((weight, (packed.as_fp8(*weight, k=k).contiguous(), of_blocks if kind == "int4" else weight.scale)))
+        made.append((weight, in_fp8(kind, weight, k)))
     return made
+
+
+def in_fp8(kind: str, weight: packed.Packed, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same weight, or a random one if FP8 does not hold it, and scales of 128x128; INT4's own are of 1x128."""
+    *leading, n, _ = weight.weight.shape
+    if kind == "int4_32":
+        return torch.randn(*leading, n, k, device="cuda").to(torch.float8_e4m3fn), weight.scale
+    of_blocks = torch.ones(*leading, -(-n // 128), -(-k // 128), device="cuda")
+    return packed.elements(*weight, k=k).contiguous(), of_blocks if kind == "int4" else weight.scale
 
 
 def scales(kind: str, rows: tuple[int, ...], k: int) -> tuple[torch.Tensor, dict[str, Any]]:
     """Scales of groups, and keywords of `pack_weight`."""
     if kind == "int4":
         return torch.rand(*rows, k // 128, device="cuda"), {"format": "int4_128"}
+    if kind == "int4_32":
+        return torch.rand(*rows, k // 32, device="cuda").add(0.5).bfloat16(), {"format": "int4_32"}
     if kind == "nvfp4":
         scale = torch.rand(*rows, k // 16, device="cuda").mul(448).to(torch.float8_e4m3fn)
         return scale, {"format": "nvfp4", "global_scale": 1.0}
     return torch.randint(118, 122, (*rows, k // 32), dtype=torch.uint8, device="cuda"), {"format": "mxfp4"}
 
 
-def is_correct(kind: str, a, a_scale, weight: packed.Packed, wide: torch.Tensor, grouped: bool) -> bool:
-    """Against the product of the weight in FP8, group by group."""
+def is_product(kind: str, out: torch.Tensor, *operands: torch.Tensor) -> bool:
+    """Whether `out` is the product of `a` and the packed weight's elements, each with its scales."""
+    if kind == "int4_32":
+        return relative_error(out, scaled_gemm_reference(*operands, torch.float64)) < 4e-3
     call = scaled_gemm if kind == "int4" else fp8_gemm
-    if not grouped:
+    return torch.equal(out, call(*operands, batch_invariant=True))
+
+
+def is_correct(kind: str, a: torch.Tensor, a_scale: torch.Tensor, weight: packed.Packed) -> bool:
+    """Group by group."""
+    wide = packed.elements(*weight, k=a.shape[1]).contiguous()
+    if wide.dim() == 2:
         own = packed_gemm(a, a_scale, *weight, batch_invariant=True)
-        return torch.equal(own, call(a, a_scale, wide, weight.scale, batch_invariant=True))
+        return is_product(kind, own, a, a_scale, wide, weight.scale)
     rows = len(a) // len(wide)
     offs = (torch.arange(len(wide), device="cuda") + 1).mul(rows).int()
     own = packed_grouped_gemm(a, a_scale, *weight, offs, expected_rows=rows).split(rows)
     each = zip(own, a.split(rows), a_scale.split(rows), wide, weight.scale, strict=True)
-    return all(torch.equal(out, call(*given, batch_invariant=True)) for out, *given in each)
+    return all(is_product(kind, *given) for given in each)
 
 
 def measure(
@@ -102,10 +122,9 @@ def measure(
     graphs["read"] = capture(lambda: [target.copy_(pair[0].weight) for pair in weights])
     times = time_alternating(graphs, options.repeats, options.flush)
     us = {name: took.us / len(weights) / (2 if name == "read" else 1) for name, took in times.items()}
-    weight, (wide, _) = weights[0]
     row = {"kind": kind, "m": m, "shape": list(shape), "us": us}
     row |= {"of_fp8": us["packed"] / us["fp8"], "of_read": us["packed"] / us["read"]}
-    return row | {"bytes": read.numel(), "correct": is_correct(kind, a, a_scale, weight, wide, len(shape) == 3)}
+    return row | {"bytes": read.numel(), "correct": is_correct(kind, a, a_scale, weights[0][0])}
 
 
 def main(arguments: Iterable[str] | None = None) -> int:

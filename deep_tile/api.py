@@ -200,7 +200,7 @@ def supports(
         m, n, k: sizes in elements; scales are taken to be dense. For `fp8_wgrad`: weights [n, k], m tokens.
         dtype: the operands': float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8; for `fp8_linear` that of `x`:
             float8_e4m3fn if it is quantised, or bfloat16, float16 or float32. Or a kind's name, as for `precompile`:
-            "mxfp4", "nvfp4" or "int4" for a packed weight and float8_e4m3fn activations.
+            "mxfp4", "nvfp4", "int4" or "int4_32" for a packed weight and float8_e4m3fn activations.
         out_dtype: the result's: bfloat16, float16 or float32, or int32 for INT8 in `gemm`, float8_e4m3fn for
             `fp8_gemm_cast`; the call's default when None.
         a_stride, b_stride: row strides in elements (k strides for M- and N-major operands); None: contiguous.
@@ -329,7 +329,8 @@ def precompile(
         kind: the operands' dtype, as for `supports`, or the name of a kind: "fp8" (`fp8_gemm`, `fp8_grouped_gemm`);
             "bf16", "fp16", "int8_unscaled" (`gemm`, `grouped_gemm`); "int8" (`int8_gemm`, `scaled_grouped_gemm`);
             "fp8_rows", "fp8_rows_promoted" for `fast_accum=False`, "int8_rows" (`scaled_gemm`, `scaled_grouped_gemm`);
-            "fp8_1x128" (`scaled_gemm`, `fp8_wgrad`); "mxfp4", "nvfp4", "int4" (`packed_gemm`, `packed_grouped_gemm`).
+            "fp8_1x128" (`scaled_gemm`, `fp8_wgrad`); "mxfp4", "nvfp4", "int4" and, for groups of 32 or 64, "int4_32"
+            (`packed_gemm`, `packed_grouped_gemm`).
             FP8 kinds end in the formats of a and b unless both are e4m3, e.g. "fp8_rows_e5m2_e4m3".
         out_dtype: dtype of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; for groups only with "k_offs".

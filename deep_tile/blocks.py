@@ -87,9 +87,9 @@ def to_blocks(
 
     Call it when a model is loaded. With power-of-two scales (MXFP4, MXFP8, 32x32 blocks) every element whose exponent
     fits stays exact; for MXFP4 these are all, unless scales within a 128x128 block differ by more than 2**14. Other
-    elements are rounded to e4m3 once more, to nearest even: INT4 changes by 2.6 % of its norm. Runs in torch on the
-    weight's device, some rows at a time. It needs about 200 MB beside weight and result, or 400 MB if scales are not
-    powers of two, and synchronises with the GPU.
+    elements are rounded to e4m3 once more, to nearest even: INT4, which `pack_weight` keeps, changes by 2.6 % of its
+    norm. Runs in torch on the weight's device, some rows at a time. It needs about 200 MB beside weight and result, or
+    400 MB if scales are not powers of two, and synchronises with the GPU.
 
     ======================= =============================== ================================================
     format                  weight                          scale, which elements are multiplied with

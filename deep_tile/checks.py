@@ -429,7 +429,7 @@ def checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
     elif config.parts_of_k > 1 and not problem.split_k:
         why = (
             "splits K, and sums depend on the split; batch_invariant=True needs split_k=1, and with "
-            f"{REGISTER_ROWS} rows more than {MMA_M} columns: pass such a config"
+            f"up to {2 * REGISTER_ROWS} rows from registers more than {MMA_M} columns: pass such a config"
         )
     if why is not None:
         raise ValueError(f"{config.name} {why}")

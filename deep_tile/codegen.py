@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile import params
-from deep_tile.config import SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, round_up
+from deep_tile.config import MMA_M, SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, round_up
 from deep_tile.kinds import K_BLOCK_BYTES, PACKED
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -46,7 +46,7 @@ def _watch(watch: Watch) -> str:
 
 def _wgmma(config: GemmConfig) -> str:
     """`wgmma(d, a, b, accumulate)`: d[64, mma_n] (+)= a[64, mma_k] * b[mma_n, mma_k]^T, operands in shared memory.
-    A packed `b` from registers is `a` here, and `b` has 16 or 32 rows.
+    A packed `b` from registers is `a` here, and `b` has 16 or 32 rows; with swapped operands 64.
 
     PTX ISA, "wgmma.mma_async". Written before the headers because they call it in templates with built-in argument
     types, and name lookup then happens at the template's definition.
@@ -54,6 +54,8 @@ def _wgmma(config: GemmConfig) -> str:
     if config.from_registers:
         shapes = {rows: f"m64n{rows}k{config.mma_k}.{config.product.mma}" for rows in (16, 32)}
         return "".join(_wgmma_function(rows // 2, shape, ", 1, 1", a_registers=4) for rows, shape in shapes.items())
+    if config.swap_ab:
+        return _wgmma_function(MMA_M // 2, f"m64n{MMA_M}k{config.mma_k}.{config.product.mma}", ", 1, 1")
     instruction = f"m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
     return _wgmma_function(config.mma_n // 2, instruction, _immediates(config), config.integer_sums)
 
@@ -103,7 +105,8 @@ _FIELDS = (
     *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
     *("pairs", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b"),
     *("bulk_scales", "reads_runs", "reads_any_runs"),
-    *("b_stages", "b_slots", "b_slot_bytes", "b_group", "b_unit_bytes", "unit_stages", "k_parts", "from_registers"),
+    *("b_stages", "b_slots", "b_slot_bytes", "b_group", "b_integers", "chains", "b_unit_bytes", "unit_stages"),
+    *("k_parts", "from_registers", "swap_ab"),
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
     *("tma_store", "transposed", "by_offs", "by_counts", "by_k", "integer_sums", "row_scales", "column_scales"),

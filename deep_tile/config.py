@@ -252,6 +252,12 @@ class GemmConfig:
         if self.multicast or self.pairs or self.by_k:
             what = "multicast, pairs and groups along K"
             return f"kind is {self.kind!r}; a packed b is converted without {what}"
+        widths = (MMA_M, 2 * MMA_M) if self.block_m == 2 * MMA_M else (MMA_M,)
+        if self.swap_ab and (self.block_n not in widths or self.scale_blocks > 1):
+            return (
+                f"kind is {self.kind!r}; with slots tiles are 64x64, 128x64, 128x128 and 256x64, with one scale block "
+                f"per stage; others have up to {2 * REGISTER_ROWS} rows, and b_stages=0"
+            )
         if self.scale_blocks * self.block_n < UNIT_ROWS * self.converter_warps:
             return f"block_n is {self.block_n}; each of 4 warps converts at least {UNIT_ROWS} rows of a packed b"
         return None
@@ -441,7 +447,8 @@ class GemmConfig:
     def from_registers(self) -> bool:
         """Whether converter warps multiply a packed `b` themselves, from registers (register_b.cuh), instead of writing
         it to slots."""
-        return self.is_packed and self.block_m == REGISTER_ROWS
+        without_slots = self.block_m == MMA_M and self.b_stages == 0
+        return self.is_packed and (self.block_m == REGISTER_ROWS or without_slots)
 
     @property
     def k_parts(self) -> int:
@@ -457,6 +464,31 @@ class GemmConfig:
     def b_group(self) -> int:
         """K elements that share a scale in a packed `b`: a K block if its units hold no scales; otherwise 0."""
         return self.product.packing.group if self.is_packed else 0
+
+    @property
+    def b_integers(self) -> bool:
+        """Whether a packed `b` has integers, which become e4m3 without a table."""
+        return self.is_packed and self.product.packing.integers
+
+    @property
+    def chains(self) -> int:
+        """WGMMA chains per K block, whose sums are scaled apart: one per group of a packed `b`'s integers, else 1."""
+        return self.product.packing.chains if self.is_packed else 1
+
+    @property
+    def swap_ab(self) -> bool:
+        """Whether math warpgroups multiply rows of `b`, as WGMMA's rows, by rows of `a` (swap_ab.cuh)."""
+        return self.chains > 1 and not self.from_registers
+
+    @property
+    def group_scale_bytes(self) -> int:
+        """Bytes in a slot of a packed `b` for its groups' scales in FP16, which math warps read."""
+        return 2 * self.chains * self.block_n if self.swap_ab else 0
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes for the sums that math warpgroups exchange, of 64 rows, padded."""
+        return 4 * MMA_M * (self.block_n + 4) if self.swap_ab else 0
 
     @property
     def b_unit_bytes(self) -> int:
@@ -531,7 +563,7 @@ class GemmConfig:
             return 8
         units = self.scale_blocks * self.block_n // UNIT_ROWS
         uneven = units % 8 > 0 and self.math_warpgroups > 1
-        return 4 if self.chunks > 1 or units < 8 or uneven else 8
+        return 4 if self.chunks > 1 or units < 8 or uneven or self.swap_ab else 8
 
     @property
     def scale_warps(self) -> int:
@@ -572,7 +604,7 @@ class GemmConfig:
     @property
     def chunks_n(self) -> int:
         """A K block's temporary accumulators must fit beside the tile's: wide tiles are multiplied in two halves."""
-        if not self.product.promotes or self.from_registers:
+        if not self.product.promotes or self.from_registers or self.swap_ab:
             return 1
         limit = PACKED_ACCUMULATOR_LIMITS[4] if self.is_packed and self.chunks_m == 1 else ACCUMULATOR_LIMIT
         fits = self.accumulator_registers + self.block_n // 2 <= limit
@@ -596,6 +628,8 @@ class GemmConfig:
         """Temporary accumulators for one K block, before promotion; in math warps that multiply."""
         if not self.product.promotes or self.from_registers:
             return 0
+        if self.swap_ab:
+            return self.chains * MMA_M * MMA_M // WARPGROUP_THREADS
         return self.scale_blocks * MMA_M * self.mma_n // WARPGROUP_THREADS
 
     @property
@@ -609,7 +643,9 @@ class GemmConfig:
             limit -= 16
         if self.math_warpgroups == 2 and self.is_packed:
             limit = PACKED_ACCUMULATOR_LIMITS[self.converter_warps]
-        fits = self.accumulator_registers + 2 * self.block_registers <= limit and not self.from_registers
+        fits = self.accumulator_registers + 2 * self.block_registers <= limit and not (
+            self.from_registers or self.swap_ab
+        )
         return 2 if fits and self.chunks == 1 else 1
 
     @property
@@ -621,7 +657,7 @@ class GemmConfig:
         if self.from_registers:
             return 152
         if self.is_packed and self.math_warpgroups == 2:
-            return 176 if self.converter_warps == 8 else 224 if self.column_scales else 216
+            return 176 if self.converter_warps == 8 else 224 if self.column_scales or self.swap_ab else 216
         late_work = self.quantizes or (self.row_scales and self.product.promotes)
         crowded = (late_work and self.chunks > 1) or (self.activation != "none" and self.chunks_n > 1)
         return 232 if accumulators <= ACCUMULATOR_LIMIT and not crowded else 240
@@ -679,7 +715,7 @@ class GemmConfig:
     def takes_turns(self) -> bool:
         """Whether the math warpgroups take turns in issuing WGMMAs: if a promoting warpgroup has no WGMMA in flight,
         and the other's WGMMAs take long enough to cover the promotion."""
-        return self.math_warpgroups == 2 and self.chunks == 1 and self.block_sets == 1
+        return self.math_warpgroups == 2 and self.chunks == 1 and self.block_sets == 1 and not self.swap_ab
 
     @property
     def prefetches_b(self) -> bool:
@@ -717,19 +753,20 @@ class GemmConfig:
         Where columns have scales too, a stage has two to three times as many: TMA then copies both.
         """
         many = self.chunks > 1 or (self.column_scales and self.scale_blocks == 1)
-        return self.math_warpgroups == 2 and many and self.product.block_scales and not self.row_groups
+        in_rows = self.row_groups or self.swap_ab
+        return self.math_warpgroups == 2 and many and self.product.block_scales and not in_rows
 
     @property
     def scales_at_once(self) -> int:
         """Consecutive K scales that a scale-warp lane reads at once for one `a` row. A lane owns every 32nd tile row
-        and has registers for 16 scales, or 8 when a producer thread has only 24 registers."""
-        scales = 8 if self.math_warpgroups == 2 and self.producer_registers == 24 else 16
+        and has registers for 16 scales, or 8 when a producer thread has only 24 or 32 registers."""
+        scales = 8 if self.math_warpgroups == 2 and self.producer_registers <= 32 else 16
         return min(4, scales * WARP_THREADS // self.block_m)
 
     @property
     def reads_runs(self) -> bool:
         """Whether scale warps may read scales for several K blocks at once. Registers do not suffice beside a grouped
-        scheduler, with column scales, or when lanes have 24 registers and 8 rows each."""
+        scheduler, with column scales, or when lanes have 24 or 32 registers and 8 rows each."""
         return self.product.scaling == "blocks" and not self.is_grouped and self.scales_at_once > 1
 
     @property
@@ -830,7 +867,7 @@ class GemmConfig:
         chunks at once."""
         apart = self.store_warps > 0 and self.out_chunk_columns % self.store_columns == 0 and self.product.block_scales
         long = self.activation != "none" and (self.column_shifts > 1 or self.quantizes)
-        return self.chunks if apart and not long else 1
+        return self.chunks if apart and not long and not self.swap_ab else 1
 
     @property
     def boxes_at_once(self) -> int:
@@ -869,9 +906,13 @@ class GemmConfig:
     def fixed_bytes(self) -> int:
         """Shared-memory bytes that do not depend on the stage count. Each math warpgroup, and each slot outside the
         ring, has two barriers; a packed `b` a table with 8-byte entries."""
-        apart = self.slots_apart * (self.b_slot_bytes + 2 * 8)
+        apart = self.slots_apart * (self.b_slot_bytes + self.group_scale_bytes + 2 * 8)
         if self.is_packed:
-            apart += 8 * PACKED_TABLES + (self.unit_stages * self.unit_bytes if self.math_warpgroups == 2 else 0)
+            apart += (
+                self.exchange_bytes
+                + 8 * PACKED_TABLES
+                + (self.unit_stages * self.unit_bytes if self.math_warpgroups == 2 else 0)
+            )
         scales = 0 if self.product.block_scales else self.scale_bytes
         return self.partial_bytes + self.store_bytes + apart + scales + 2 * 8 * self.math_warpgroups
 

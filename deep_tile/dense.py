@@ -379,7 +379,7 @@ def unpacked(operands: Given) -> Given:
     if operands[len(operands) // 2].dtype != torch.uint8:
         return operands
     a, a_scale, b, b_scale = operands
-    return a, a_scale, packed.as_fp8(b, b_scale, a.shape[-1]), b_scale
+    return a, a_scale, packed.elements(b, b_scale, a.shape[-1]), b_scale
 
 
 def fp8_gemm(
@@ -611,15 +611,18 @@ def packed_gemm(
     """`fp8_gemm` with a 4-bit weight, which the kernel converts to FP8.
 
     The result has the bits of a GEMM with the FP8 weight that `pack_weight` defines, if both add K in order, as with
-    `batch_invariant=True`: split K and, up to 32 rows, narrow tiles add it in parts. The kernel reads 17/32 as many
-    weight bytes as FP8, 18/32 for NVFP4, and 18/32 for INT4 with its row scales. With many rows, the weight is first
-    unpacked to FP8 in temporary memory, if that is predicted to take less time. Not differentiable.
+    `batch_invariant=True`: split K and, up to 32 rows, narrow tiles add it in parts. INT4 in groups of 32 or 64 has no
+    such weight: each sum over 32 elements gets its group's scale in FP32. The kernel reads 17/32 as many weight bytes
+    as FP8, 18/32 for NVFP4, and for INT4 with its scales 17/32, or 73/128 in groups of 32 or 64. With many rows, the
+    weight is first unpacked to FP8 in temporary memory, if FP8 holds it and that is predicted to take less time. Not
+    differentiable.
 
     Args:
         a: [m, k] float8_e4m3fn, as for `fp8_gemm`.
         a_scale: [m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes.
         b, b_scale: a `Packed` that `pack_weight` made from [n, k]; `b` contiguous, 16-byte aligned.
-        config: as for `fp8_gemm`; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
+        config: as for `fp8_gemm`; its kind is the weight's, "mxfp4", "nvfp4", "int4" or, in groups of 32 or 64,
+            "int4_32".
         out, bias, activation, out_dtype, num_sms, batch_invariant, pdl, constant_weights, accumulate: as for
             `scaled_gemm`.
 

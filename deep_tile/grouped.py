@@ -210,7 +210,8 @@ class PackedGrouped(unpack.Unpacking, Grouped):
 
     def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
         configs = super().configs(of_all, max_m, layouts)
-        if of_all.product.scaling == "blocks" and max_m >= LEAST_UNPACKED:
+        in_blocks = of_all.product.scaling == "blocks" and of_all.product.packing.chains == 1
+        if in_blocks and max_m >= LEAST_UNPACKED:
             configs |= super().configs(of_all._replace(kind="fp8"), max_m, layouts)
         return configs
 
@@ -389,7 +390,7 @@ def packed_grouped_gemm(
         a, a_scale: as for `fp8_grouped_gemm`.
         b, b_scale: a `Packed` that `pack_weight` made from [g, n, k]; `b` contiguous, 16-byte aligned.
         offs, out, counts, alignment, expected_rows, out_dtype: as for `fp8_grouped_gemm`.
-        config: as there; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
+        config: as there; its kind is the weight's, as for `packed_gemm`.
         num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
     Returns `out`. Raises as `fp8_gemm`: nothing has been launched and `out` is untouched.

@@ -32,15 +32,30 @@ class Packing(NamedTuple):
     """Memory layout of a 4-bit operand: units with 16 rows by one K block, codes and smaller groups' scales together.
 
     Attributes:
-        group: K elements that share a one-byte scale; or a K block, whose scale is not in the unit.
+        group: K elements that share a scale; or a K block, whose scale is not in the unit.
+        integers: whether codes are integers, and groups' scales FP16 numbers that promotion applies, one after the
+            other. Otherwise codes are e2m1, and scales bytes by which they become e4m3.
+        unused: bytes per row and K block, by which kinds with equally many scales are told apart.
     """
 
     group: int
+    integers: bool = False
+    unused: int = 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales per row and K block."""
+        return 0 if self.group == K_BLOCK_BYTES else K_BLOCK_BYTES // self.group * (2 if self.integers else 1)
 
     @property
     def row_bytes(self) -> int:
         """Bytes per row and K block: codes, two per byte, and scales."""
-        return K_BLOCK_BYTES // 2 + (K_BLOCK_BYTES // self.group if self.group < K_BLOCK_BYTES else 0)
+        return K_BLOCK_BYTES // 2 + self.scale_bytes + self.unused
+
+    @property
+    def chains(self) -> int:
+        """WGMMA chains per K block: as many as its groups have scales that promotion applies."""
+        return K_BLOCK_BYTES // self.group if self.integers else 1
 
 
 class Kind(NamedTuple):
@@ -148,9 +163,10 @@ FAMILIES = {
 PACKED = {
     "mxfp4": Kind("mxfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(32)),
     "nvfp4": Kind("nvfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(16)),
-    "int4": Kind("int4", E4M3, E4M3, "row_blocks", "f32", packing=Packing(K_BLOCK_BYTES)),
+    "int4": Kind("int4", E4M3, E4M3, "row_blocks", "f32", packing=Packing(K_BLOCK_BYTES, integers=True)),
+    "int4_32": Kind("int4_32", E4M3, E4M3, "blocks", "f32", packing=Packing(32, integers=True, unused=1)),
 }
-"""Kinds with a packed 4-bit weight, by the first word of the format's name. All else equals block-scaled FP8."""
+"""Kinds with a packed 4-bit weight. All else equals block-scaled FP8."""
 
 KINDS = FAMILIES | {
     kind.name + _formats(a, b): kind._replace(name=kind.name + _formats(a, b), a=a, b=b)

@@ -1,7 +1,7 @@
 """4-bit weights in the kernels' memory order: `pack_weight`, its inverse, and a packed weight's value in FP8.
 
 Written in torch; runs on the weight's device. Invariant: packing moves bits and changes none; the kernel converts them
-to FP8 (packed_b.cuh) as `as_fp8` defines.
+to FP8 (packed_b.cuh) as `elements` defines.
 """
 
 from math import prod
@@ -35,6 +35,13 @@ _INTEGERS = (*range(0, 16, 2), *range(15, 0, -2))
 _INTEGER_STEP = 2.0**-8
 """Factor of an integer that makes it an e4m3 number; its scale is divided by it."""
 
+_KINDS = {"int4_32": "int4_32", "int4_64": "int4_32", "int4_128": "int4"}
+"""Kinds of INT4 by the format's name; other formats' kinds have the same name."""
+
+_LARGEST_EXPONENT = 14
+"""That of the largest FP16 scale among a 128x128 block's groups: exponents then reach down to -14, 28 below it, without
+a loss of bits."""
+
 _NVFP4_BLOCK = 8.0
 """NVFP4 group scales are divided by this, so that 6 * 448 fits e4m3, and the global scale is multiplied by it."""
 
@@ -45,10 +52,10 @@ class Packed(NamedTuple):
     """A 4-bit weight for `packed_gemm`.
 
     Attributes:
-        weight: [..., n, ceil(k / 128) * 68] uint8 for MXFP4, 72 for NVFP4, 64 for INT4. Only whole matrices are
-            meaningful, since a row's bytes are spread over its 16-row unit.
-        scale: [..., ceil(n / 128), ceil(k / 128)] float32, one per 128x128 FP8 elements; for INT4 [..., n, ceil(k /
-            128)], one per 1x128, with unit stride along n.
+        weight: [..., n, ceil(k / 128) * 68] uint8 for MXFP4, 72 for NVFP4, 64 for INT4, 73 for INT4 in groups of 32 or
+            64. Only whole matrices are meaningful, since a row's bytes are spread over its 16-row unit.
+        scale: [..., ceil(n / 128), ceil(k / 128)] float32, one per 128x128 elements; for INT4 in groups of 128 [..., n,
+            ceil(k / 128)], one per 1x128, with unit stride along n.
     """
 
     weight: torch.Tensor
@@ -61,7 +68,7 @@ class Unpacked(NamedTuple):
     Attributes:
         weight: [..., n, k / 2] uint8, two codes in a byte, the first in its low half.
         scale: [..., n, k / 32] float8_e8m0fnu for MXFP4, [..., n, k / 16] float8_e4m3fn for NVFP4, [..., n, k / 128]
-            float32 for INT4.
+            float32 for INT4, or [..., n, k / 32] in groups of 32 or 64.
         global_scale: [...] float32 for NVFP4; else None.
     """
 
@@ -83,13 +90,13 @@ def pack_weight(
     Call it when a model is loaded; `read_weight` makes its arguments of a checkpoint's tensors. No bit is lost:
     `unpack_weight` is the inverse. GEMMs convert the packed weight to this FP8 weight: for MXFP4 the result of
     `to_blocks`, exact unless scales within a 128x128 block differ by more than 2**14; for NVFP4 elements times their
-    group scales, rounded to e4m3; for INT4 the integers, exactly.
+    group scales, rounded to e4m3; for INT4 the integers, exactly, whose scales are applied in FP32.
 
     Args:
         weight: [..., n, k / 2] packed, or for MXFP4 [..., n, k / 32, 16], as for `to_blocks`; n a multiple of 16.
         scale: for MXFP4 [..., n, k / 32] float8_e8m0fnu, its bytes, or powers of two in a wider dtype; for NVFP4 [...,
             n, k / 16] float8_e4m3fn or its bytes, not negative; for INT4 [..., n, k / 128] float32, bfloat16 or
-            float16, or one per 32 or 64 elements that is equal within each 128.
+            float16, or one per 32 or 64 elements, which FP16 must hold exactly beside a power of two for each 128x128.
         format: "mxfp4", "nvfp4", "int4_32", "int4_64" or "int4_128". None: derived from dtypes and shapes, if
             unambiguous; INT4 must be named.
         global_scale: for NVFP4, as for `to_blocks`.
@@ -101,12 +108,12 @@ def pack_weight(
     Raises:
         TypeError: a tensor or number has another type or dtype.
         ValueError: shapes fit no such format; n is not a multiple of 16; a scale is NaN or infinite, for NVFP4
-            negative, for MXFP4 no power of two; a row would change by more than `max_error`; or INT4 scales differ
-            within 128 elements of a row.
+            negative, for MXFP4 no power of two; a row would change by more than `max_error`; or an INT4 scale of 32 or
+            64 elements has more than 11 significant bits or is less than 2**-28 of its block's largest.
     """
     weight, scale = blocks.checked("pack_weight", weight, scale)
     source = formats.source_of(weight, scale, format, (0, 0), global_scale)
-    kind = PACKED.get(source.name.partition("_")[0])
+    kind = PACKED.get(_KINDS.get(source.name, source.name))
     if kind is None:
         raise ValueError(
             f"{formats.seen(weight, scale)}, which is {source.name!r}; formats that can be packed are {_names()}: "
@@ -120,12 +127,14 @@ def pack_weight(
         )
     if kind.name == "int4":
         return _packed_integers(source, kind)
-    scale_bytes = _scale_bytes(source)
+    scale_bytes = None if kind.packing.integers else _scale_bytes(source)
     with torch.no_grad():
         packed = _empty(source, kind)
         of_blocks = source.weight.new_empty(_scale_shape(source), dtype=torch.float32)
         for index in source.matrices():
-            if source.name == "nvfp4":
+            if kind.packing.integers:
+                scales, of_blocks[index] = _relative_halves(source, index, kind)
+            elif source.name == "nvfp4":
                 of_blocks[index] = (source.global_scale[index] * _NVFP4_BLOCK).float()
                 scales = scale_bytes[index]
             else:
@@ -159,6 +168,9 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
         codes, scales = codes[..., : k // 2], scales[..., : ceil_div(k, kind.packing.group)]
         if kind.name == "int4":
             return Unpacked(codes.contiguous(), scale.contiguous() * _INTEGER_STEP, None)
+        if kind.name == "int4_32":
+            of_blocks = _spread(scale * _INTEGER_STEP, weight.shape[-2], kind)[..., : scales.shape[-1]]
+            return Unpacked(codes.contiguous(), scales.float() * of_blocks, None)
         if kind.name == "mxfp4":
             exponents = _exponents(scale, weight.shape[-2], kind)[..., : scales.shape[-1]]
             return Unpacked(codes.contiguous(), (scales + exponents).contiguous().view(formats.E8M0), None)
@@ -166,16 +178,19 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
         return Unpacked(codes.contiguous(), scales.contiguous().view(FP8_DTYPE), of_matrix)
 
 
-def as_fp8(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
-    """The FP8 weight [..., n, k] to which the kernel converts a packed one; `scale` applies to it."""
+def elements(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
+    """The elements [..., n, k] that `scale` applies to: float8_e4m3fn, to which the kernel converts a packed weight; or
+    float32 for INT4 in groups of 32, whose scales they have."""
     kind = kind_of(weight, k)
     codes, scales = _unpacked(weight, kind)
-    values = torch.tensor(formats.INT4 if kind.name == "int4" else formats.E2M1, device=weight.device)[codes.int()]
-    if kind.name == "int4":
+    values = torch.tensor(formats.INT4 if kind.packing.integers else formats.E2M1, device=weight.device)[codes.int()]
+    if kind.packing.integers:
         values = values * _INTEGER_STEP
-    elif kind.name == "mxfp4":
+    if kind.name == "int4_32":
+        return (values * scales.float().repeat_interleave(kind.packing.group, -1))[..., :k]
+    if kind.name == "mxfp4":
         values = values * torch.exp2(scales.view(torch.int8).float()).repeat_interleave(kind.packing.group, -1)
-    else:
+    elif kind.name == "nvfp4":
         values = values * (scales.view(FP8_DTYPE).float() / _NVFP4_BLOCK).repeat_interleave(kind.packing.group, -1)
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)[..., :k]
 
@@ -256,18 +271,7 @@ def _empty(source: formats.Source, kind: Kind) -> torch.Tensor:
 
 def _packed_integers(source: formats.Source, kind: Kind) -> Packed:
     """INT4 weights, packed. A row has one scale per K block; scales are contiguous along n, as TMA copies them."""
-    per_block = SCALE_BLOCK // source.format.columns
-    scale = source.scale.float()
-    groups = F.pad(scale, (0, -scale.shape[-1] % per_block)).unflatten(-1, (-1, per_block))
-    differ = groups != groups[..., :1]
-    differ[..., -1:, (scale.shape[-1] - 1) % per_block + 1 :] = False
-    if bool(differ.any()):
-        raise ValueError(
-            f"format is {source.name!r}, and scales of a row's K block of {SCALE_BLOCK} differ, first at "
-            f"{differ.any(-1).nonzero()[0].tolist()}: a product has one for each. Re-base it with "
-            "deep_tile.to_blocks, which rounds it to e4m3, by some 2.6 % of its norm"
-        )
-    of_blocks = groups[..., 0] / _INTEGER_STEP
+    of_blocks = source.scale.float() / _INTEGER_STEP
     if not bool(of_blocks.isfinite().all()):
         raise ValueError("scale has numbers above 2**120, the largest scale of a weight")
     with torch.no_grad():
@@ -275,6 +279,36 @@ def _packed_integers(source: formats.Source, kind: Kind) -> Packed:
         for index in source.matrices():
             packed[index] = _packed(source.weight[index], None, kind)
         return Packed(packed, of_blocks.transpose(-1, -2).contiguous().transpose(-1, -2))
+
+
+def _relative_halves(source: formats.Source, index: object, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix's scales per 32 elements, in FP16 by powers of two of their 128x128 blocks; and these, for elements."""
+    scale = source.scale[index].float().repeat_interleave(source.format.columns // kind.packing.group, -1)
+    scale = scale[:, : ceil_div(source.columns, kind.packing.group)]
+    of_row = SCALE_BLOCK // kind.packing.group
+    n_blocks, k_blocks = scale_shape((len(scale), source.columns), WEIGHT_BLOCK)
+    padded = F.pad(scale.abs(), (0, -scale.shape[1] % of_row, 0, -scale.shape[0] % SCALE_BLOCK))
+    largest = padded.view(n_blocks, SCALE_BLOCK, k_blocks, of_row).amax((1, 3))
+    if not bool(largest.isfinite().all()) or bool((largest >= 2.0**120).any()):
+        raise ValueError("scale has numbers from 2**120 on; the largest scale of a weight is below")
+    exponents = torch.frexp(largest).exponent.float() - 1 - _LARGEST_EXPONENT
+    of_blocks = torch.exp2(exponents.clamp(min=-126).masked_fill(largest == 0, 0))
+    of_rows = _spread(of_blocks, len(scale), kind)[:, : scale.shape[1]]
+    halves = (scale / of_rows).half()
+    inexact = halves.float() * of_rows != scale
+    if bool(inexact.any()):
+        raise ValueError(
+            f"scale {inexact.nonzero()[0].tolist()} has more than 11 significant bits, or is below 2**-28 of its "
+            "128x128 block's largest: FP16 does not hold it. Pass scales in bfloat16 or float16, or re-base the weight "
+            "with deep_tile.to_blocks, which rounds it to e4m3, by some 2.6 % of its norm"
+        )
+    return halves, of_blocks / _INTEGER_STEP
+
+
+def _spread(of_blocks: torch.Tensor, n: int, kind: Kind) -> torch.Tensor:
+    """Numbers of 128x128 blocks, per row and group."""
+    rows = of_blocks.repeat_interleave(SCALE_BLOCK, -2)[..., :n, :]
+    return rows.repeat_interleave(SCALE_BLOCK // kind.packing.group, -1)
 
 
 def _scale_bytes(source: formats.Source) -> torch.Tensor:
@@ -292,9 +326,7 @@ def _scale_bytes(source: formats.Source) -> torch.Tensor:
 
 def _exponents(scale: torch.Tensor, n: int, kind: Kind) -> torch.Tensor:
     """Block scale exponents per group and row, as E8M0 bytes."""
-    exponents = (scale.contiguous().view(torch.int32) >> _FRACTION_BITS).to(torch.uint8)
-    rows = exponents.repeat_interleave(SCALE_BLOCK, -2)[..., :n, :]
-    return rows.repeat_interleave(SCALE_BLOCK // kind.packing.group, -1)
+    return _spread((scale.contiguous().view(torch.int32) >> _FRACTION_BITS).to(torch.uint8), n, kind)
 
 
 def _relative(weight: torch.Tensor, scales: torch.Tensor, of_blocks: torch.Tensor, kind: Kind) -> torch.Tensor:
@@ -313,12 +345,12 @@ def _relative(weight: torch.Tensor, scales: torch.Tensor, of_blocks: torch.Tenso
 
 
 def _packed(weight: torch.Tensor, scales: torch.Tensor | None, kind: Kind) -> torch.Tensor:
-    """[n, bytes] from a matrix's codes, two per byte, and its scale bytes, if units have any."""
+    """[n, bytes] from a matrix's codes, two per byte, and its groups' scales, if units have any."""
     n, per_block = len(weight), SCALE_BLOCK // kind.packing.group
     k_blocks = _k_blocks(2 * weight.shape[1])
     weight = F.pad(weight, (0, -weight.shape[1] % (SCALE_BLOCK // 2)))
     codes = torch.stack([weight & 15, weight >> 4], -1).view(-1, *_WORDS).transpose(1, 2).reshape(-1, 8)
-    if kind.name == "int4":
+    if kind.packing.integers:
         nibbles = torch.tensor(_INTEGERS, dtype=torch.uint8, device=weight.device)[codes.int()]
         words = nibbles[:, :4] | nibbles[:, 4:] << 4
     else:
@@ -330,18 +362,19 @@ def _packed(weight: torch.Tensor, scales: torch.Tensor | None, kind: Kind) -> to
         return words.reshape(of_rows)
     scales = F.pad(scales, (0, -scales.shape[1] % per_block))
     scales = scales.reshape(n // UNIT_ROWS, UNIT_ROWS, k_blocks, per_block).permute(2, 0, 1, 3)
-    return torch.cat([words.flatten(2), scales.flatten(2)], 2).reshape(of_rows)
+    of_units = [words.flatten(2), scales.flatten(2).view(torch.uint8)]
+    return F.pad(torch.cat(of_units, 2), (0, UNIT_ROWS * kind.packing.unused)).reshape(of_rows)
 
 
 def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., n, k], one per byte, and scale bytes, if there are any, for whole K blocks."""
+    """Codes [..., n, k], one per byte, and groups' scales, if there are any, for whole K blocks."""
     *leading, n, row_bytes = weight.shape
-    per_block = kind.packing.row_bytes - SCALE_BLOCK // 2
     k_blocks, unit_bytes = row_bytes // kind.packing.row_bytes, UNIT_ROWS * kind.packing.row_bytes
     units = weight.reshape(prod(leading), k_blocks, n // UNIT_ROWS, unit_bytes)
-    words, scales = units.split([UNIT_ROWS * SCALE_BLOCK // 2, UNIT_ROWS * per_block], -1)
+    sizes = (SCALE_BLOCK // 2, kind.packing.scale_bytes, kind.packing.unused)
+    words, scales, _ = units.split([UNIT_ROWS * size for size in sizes], -1)
     words = words.unflatten(-1, (SCALE_BLOCK // _COLUMN, UNIT_ROWS, _COLUMN // 8, 4)).permute(0, 2, 4, 1, 3, 5, 6)
-    if kind.name == "int4":
+    if kind.packing.integers:
         nibbles = torch.cat([words & 15, words >> 4], -1)
         of_nibbles = [_INTEGERS.index(nibble) for nibble in range(16)]
         codes = torch.tensor(of_nibbles, dtype=torch.uint8, device=weight.device)[nibbles.int()]
@@ -352,6 +385,9 @@ def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Ten
         codes = nibbles & 7 | signs
     codes = codes.unflatten(-1, (_WORDS[0], _WORDS[2])).transpose(-3, -2)
     codes = codes.reshape(*leading, n, k_blocks * SCALE_BLOCK)
+    if kind.packing.integers:
+        scales = scales.contiguous().view(torch.float16)
+    per_block = scales.shape[-1] // UNIT_ROWS
     scales = scales.unflatten(-1, (UNIT_ROWS, per_block)).permute(0, 2, 3, 1, 4)
     return codes, scales.reshape(*leading, n, k_blocks * per_block)
 

@@ -89,8 +89,9 @@ class PackedLinear(_Layer):
         format: str = "mxfp4",
         **options: Any,
     ):
-        """Args are those of `torch.nn.Linear`; `format` is "mxfp4", "nvfp4" or "int4", and `dtype` the bias's. The
-        weight is zero, to be loaded from a `state_dict()`; `from_codes` makes a layer of a checkpoint's weight.
+        """Args are those of `torch.nn.Linear`; `format` is "mxfp4", "nvfp4", "int4" or, for groups of 32 or 64,
+        "int4_32", and `dtype` the bias's. The weight is zero, to be loaded from a `state_dict()`; `from_codes` makes a
+        layer of a checkpoint's weight.
         """
         super().__init__()
         check_options(dense.packed_gemm, options)
@@ -186,7 +187,7 @@ class PackedExperts(_Layer):
         beta: float = 0.0,
     ):
         """Weights and biases, in `dtype`, are zero, to be loaded from a `state_dict()`; `from_codes` makes a layer of a
-        checkpoint's weights."""
+        checkpoint's weights. `format` is as for `PackedLinear`."""
         super().__init__()
         self.gating = {"limit": limit, "alpha": alpha, "beta": beta}
         num_experts, hidden, width = as_counts(num_experts=num_experts, hidden=hidden, width=width)

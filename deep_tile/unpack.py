@@ -32,7 +32,7 @@ class Unpacking(Operation):
         raise NotImplementedError
 
     def casts(self, kind: Kind) -> list[StreamingKernel]:
-        return [cast.UNPACK[kind.name]]
+        return [cast.UNPACK[kind.name]] if kind.name in cast.UNPACK else []
 
     def run(self, given: Given, options: tuple) -> torch.Tensor:
         if is_traced():

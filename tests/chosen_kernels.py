@@ -26,7 +26,7 @@ if str(changes.ROOT) not in sys.path:
     sys.path.insert(0, str(changes.ROOT))
 from benchmarks import same_code  # noqa: E402
 
-MOST = 52
+MOST = 56
 """Kernels of a run that does not compile all."""
 
 HEADERS = "include/deep_tile/"
@@ -42,6 +42,7 @@ USERS: dict[str, Callable[[GemmConfig], bool]] = {
     "quantized_output.cuh": lambda config: config.quantizes,
     "reduce.cuh": lambda config: config.split_k > 1,
     "register_b.cuh": lambda config: config.from_registers,
+    "swap_ab.cuh": lambda config: config.from_registers or config.swap_ab,
     "accumulate.cuh": lambda config: not config.product.promotes,
     **dict.fromkeys(("mainloop.cuh", "promotion.cuh"), lambda config: config.product.promotes),
 }

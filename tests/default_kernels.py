@@ -49,9 +49,16 @@ KINDS_CONFIGS = (
     *default_configs(True, "nvfp4")[1::6],
     *default_configs(True, "int4")[1::3],
     *default_configs(False, "nvfp4", "fp32")[2::8],
+    *default_configs(True, "int4_32")[::2],
+    *default_configs(True, "int4_32", "fp32")[1::4],
+    *default_configs(False, "int4_32", "fp32")[2::5],
+    *default_configs(False, "int4_32")[5::3],
+    *default_configs(True, "int4_32", "fp32", True)[3::5],
     *grouped_configs("offs", True, kind="mxfp4")[1::3],
     *grouped_configs("counts", True, kind="nvfp4")[5:],
     *grouped_configs("offs", True, kind="int4")[::3],
+    *grouped_configs("offs", True, kind="int4_32"),
+    *grouped_configs("counts", False, kind="int4_32", output="fp32"),
     *grouped_configs("offs", True, kind="bf16"),
     *grouped_configs("counts", False, kind="bf16", operands="nn")[::2],
     *grouped_configs("counts", True, kind="fp16", output="fp32", operands="nn")[1::2],
@@ -94,6 +101,10 @@ FINISHED_CONFIGS = (
     *default_configs(False, "fp8_rows_e5m2_e5m2", None, False, "bf16", "gelu_tanh")[2::4],
     *default_configs(False, "int8_rows", "fp32", False, "fp32", "none")[3::4],
     *default_configs(True, "int8_unscaled", "bf16", False, "fp32", "silu")[::4],
+    *default_configs(True, "int4_32", None, False, "bf16", "none")[3::4],
+    *default_configs(True, "int4_32", None, False, "fp32", "silu")[5::3],
+    *default_configs(True, "int4_32", None, False, "none", "swiglu")[6::5],
+    *default_configs(False, "int4_32", "fp32", False, "fp16", "gelu_tanh")[4::4],
 )
 """Kernels with a bias or an activation: some tiles of each kind with some of both."""
 

@@ -4,8 +4,12 @@ import torch
 import torch.nn.functional as F
 
 import deep_tile
+from deep_tile import GemmConfig, packed_gemm
 from deep_tile.formats import E8M0, FORMATS
+from deep_tile.kinds import PACKED, name_of
+from deep_tile.packed import Packed
 from deep_tile.quantize import FP8_DTYPE
+from deep_tile.select.defaults import default_configs
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1 = torch.cat([E2M1, -E2M1]).double()
@@ -13,8 +17,31 @@ INT4 = torch.tensor([0.0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1]).
 BY_POWERS = ["fp8_32x32", "mxfp8", "mxfp4"]
 
 
-NAMES_OF_PACKED = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "int4": "int4_128"}
+NAMES_OF_PACKED = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "int4": "int4_128", "int4_32": "int4_32"}
 """Format names by the kind of the product."""
+
+IN_SMALL_GROUPS = ("int4_32", "int4_64")
+"""Formats of packed weights that FP8 does not hold."""
+
+IN_FP8 = [name for name, kind in PACKED.items() if kind.packing.chains == 1]
+"""Kinds of packed weights that FP8 holds."""
+
+
+def one_kernel(kind: str, output: str | None = None, *finish: str, accumulate: bool = False) -> GemmConfig:
+    """The first kernel that adds K in one part, with a bias and an activation if they are given."""
+    configs = default_configs(True, kind, output, accumulate, *finish)
+    return next(config for config in configs if config.parts_of_k == 1)
+
+
+def same_product(name, a, a_scale, b: Packed, wide: torch.Tensor | None = None, **options):
+    """A product whose bits every kernel must give that adds K in one part: that of `wide`, a packed weight in FP8; or,
+    where FP8 does not hold it, that of the first such kernel."""
+    if name not in IN_SMALL_GROUPS:
+        return fp8_product(name, a, a_scale, wide, b.scale, **options)
+    bias, dtype = options.get("bias"), options.get("out_dtype", torch.bfloat16)
+    of_bias = "none" if bias is None else name_of(bias.dtype)
+    config = one_kernel("int4_32", name_of(dtype), of_bias, options.get("activation") or "none")
+    return packed_gemm(a, a_scale, *b, **options, config=config)  # not deep_tile's, which tests of the fuzzer break
 
 
 def fp8_product(name, a, a_scale, b, b_scale, **options):
@@ -37,7 +64,8 @@ def spread(x: torch.Tensor, block: tuple[int, int], shape: tuple[int, int], firs
 
 def draw(name: str, shape: tuple[int, ...], device: str = "cpu", spread_of_scales: int = 4, firsts=(0, 0)):
     """Draw a weight in a format, its scale, other arguments, and the exact values in float64. Every code occurs but
-    NaN. Half of the draws have power-of-two scales where the format permits others. Codes are drawn on the device."""
+    NaN. Half of the draws have power-of-two scales where the format permits others; bfloat16 holds those of small
+    groups of integers. Codes are drawn on the device."""
     *leading, n, k = shape
     of = FORMATS[name]
     block = of.rows or firsts[0] + n, of.columns or firsts[1] + k
@@ -54,6 +82,8 @@ def draw(name: str, shape: tuple[int, ...], device: str = "cpu", spread_of_scale
     else:
         mantissas = 1 + torch.rand(groups) * (torch.rand(()) < 0.5)
         scale = torch.exp2(exponents.float()) * mantissas
+        if name in IN_SMALL_GROUPS:
+            scale = scale.bfloat16().float()
     if of.packed:
         weight = torch.randint(0, 256, (*leading, n, k // 2), dtype=torch.uint8, device=device)
         of_codes = (INT4 if name.startswith("int4") else E2M1).to(device)

@@ -6,8 +6,8 @@ scales the smallest, and the report that of float64. Or it is a weight in blocks
 each rank's columns must be the whole product's, bit for bit. Or it is packed: it must come back as it was, and be the
 FP8 weight that it stands for; then come many products with it, by kernels drawn for each kind, dense with every finish
 or of groups, into parts of larger tensors. They must be within rounding of float64's, and the same as the FP8 weight's,
-bit for bit, where nothing is added and no part of K is summed apart. A round depends on the seed, `--configs` and its
-number alone.
+bit for bit, where nothing is added and no part of K is summed apart; or as one kernel's, of a weight that FP8 does not
+hold. A round depends on the seed, `--configs` and its number alone.
 """
 
 import math
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import campaign
 import torch
 from campaign import on_gpu
-from formats import NAMES_OF_PACKED, draw, fp8_product, spread
+from formats import IN_FP8, NAMES_OF_PACKED, draw, fp8_product, one_kernel, same_product, spread
 from helpers import (
     ACCUMULATION,
     Exact,
@@ -69,11 +69,11 @@ ROWS = 320
 PRODUCTS = 24
 """With each packed weight."""
 
-SUMS = {
-    kind: next(config for config in default_configs(kind=kind, output="fp32") if config.parts_of_k == 1)
-    for kind in ("fp8", "fp8_1x128")
-}
-"""Kernels of FP8 weights, which those of packed ones are compared with."""
+NOT_IN_FP8 = [kind for kind in PACKED if kind not in IN_FP8]
+SUMS = {kind: one_kernel(kind, "fp32") for kind in ("fp8", "fp8_1x128", *NOT_IN_FP8)}
+"""Kernels of FP8 weights, which those of packed ones are compared with; or of weights that FP8 does not hold."""
+LINEAR = [one_kernel(kind, "bf16", bias) for kind in NOT_IN_FP8 for bias in ("none", "bf16")]
+"""Kernels which layers of these are compared with."""
 
 Found = tuple[str, dict[str, Any]]
 """What was drawn, and what is wrong about it, on the device."""
@@ -151,7 +151,7 @@ class Weight(NamedTuple):
         name: of its format.
         b: itself.
         a, a_scale: the rows, [ROWS, k].
-        sums: [ROWS, g, n], by FP8's kernel, in FP32.
+        sums: [ROWS, g, n], by a kernel of `SUMS`, in FP32.
         exact: the same in float64.
     """
 
@@ -176,14 +176,15 @@ def check_packed(random: Random, device: str, kernels: dict[str, list[GemmConfig
     name = NAMES_OF_PACKED[kind]
     weight, scale, arguments, exact = draw(name, shape, device, random.choice(SPREADS[:5]))
     b = deep_tile.pack_weight(weight, scale, **arguments, max_error=math.inf)
-    back, wide = deep_tile.unpack_weight(*b, k=k), packed.as_fp8(*b, k=k)
+    back, wide = deep_tile.unpack_weight(*b, k=k), packed.elements(*b, k=k)
     each = spread(b.scale, (1 if kind == "int4" else SCALE_BLOCK, SCALE_BLOCK), shape[-2:])
+    elements = (exact / each).float()
     yield (
         f"packed {name} {shape}",
         {
             "codes": (back.weight != weight).sum(),
             "scales": (back.scale.float() != scale.float()).sum(),
-            "elements": (wide.float() != (exact / each).float().to(FP8_DTYPE).float()).sum(),
+            "elements": (wide.float() != elements.to(wide.dtype).float()).sum(),
         },
     )
     of = _multiplied(name, b, wide, device)
@@ -201,21 +202,25 @@ def _multiplied(name: str, b: packed.Packed, wide: torch.Tensor, device: str) ->
     """By rows of a size at which activations bend what they make. Groups lie side by side in whole blocks of scales."""
     *_, n, k = wide.shape
     padded = ceil_div(n, SCALE_BLOCK) * SCALE_BLOCK
-    codes = torch.zeros(wide.shape[:-2].numel(), padded, ceil_div(k, 16) * 16, dtype=FP8_DTYPE, device=device)
-    codes.view(torch.uint8)[:, :n, :k] = wide.view(torch.uint8)
+    codes = torch.zeros(wide.shape[:-2].numel(), padded, ceil_div(k, 16) * 16, dtype=wide.dtype, device=device)
+    codes.view(torch.uint8)[:, :n, : k * wide.element_size()] = wide.view(torch.uint8)
     codes = codes.flatten(0, 1)[:, :k]
     scale, b_rows = b.scale.reshape(-1, *b.scale.shape[-2:]), SCALE_BLOCK
-    if name.startswith("int4"):
+    if name == "int4_128":
         scale, b_rows = torch.nn.functional.pad(scale, (0, 0, 0, padded - n), value=1.0), 1
     scale = scale.flatten(0, 1)
     a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(ROWS, k, device=device))
     size = k**0.5 * scale.mean() * codes.float().square().mean().sqrt()
     a_scale = a_scale / size.clamp(min=1e-30)
-    config = SUMS["fp8_1x128" if name.startswith("int4") else "fp8"]
-    sums = fp8_product(name, a, a_scale, codes, scale, out_dtype=torch.float32, config=config)
     exact = exact_product(Operands(a, a_scale, codes, scale), b_rows=b_rows)
-    of_groups = (x.unflatten(1, (-1, padded))[..., :n] for x in (sums, *exact))
-    return Weight(name, b, a, a_scale, next(of_groups), Exact(*of_groups))
+    exact = Exact(*(x.unflatten(1, (-1, padded))[..., :n] for x in exact))
+    if name in NOT_IN_FP8:
+        each = zip(b.weight.view(-1, *b.weight.shape[-2:]), b.scale.view(-1, *b.scale.shape[-2:]), strict=True)
+        products = [same_product(name, a, a_scale, packed.Packed(*one), out_dtype=torch.float32) for one in each]
+        return Weight(name, b, a, a_scale, torch.stack(products, 1), exact)
+    config = SUMS["fp8_1x128" if name == "int4_128" else "fp8"]
+    sums = fp8_product(name, a, a_scale, codes, scale, out_dtype=torch.float32, config=config)
+    return Weight(name, b, a, a_scale, sums.unflatten(1, (-1, padded))[..., :n], exact)
 
 
 def _check_linear(random: Random, of: Weight, wide: torch.Tensor, *weight: Any) -> dict[str, torch.Tensor]:
@@ -225,8 +230,8 @@ def _check_linear(random: Random, of: Weight, wide: torch.Tensor, *weight: Any) 
     bias = torch.randn(n, device=wide.device).bfloat16() if random.random() < 0.5 else None
     layer = nn.PackedLinear.from_codes(*given, bias, **arguments, max_error=math.inf, batch_invariant=True)
     x = torch.randn(random.choice((0, 1, 5, 64, 130, ROWS)), k, device=wide.device).bfloat16()
-    aligned = torch.empty(n, ceil_div(k, 16) * 16, dtype=FP8_DTYPE, device=wide.device)[:, :k].copy_(wide)
-    whole = fp8_product(of.name, *deep_tile.per_token_cast_to_fp8(x), aligned, of.b.scale, bias=bias)
+    aligned = torch.empty(n, ceil_div(k, 16) * 16, dtype=wide.dtype, device=wide.device)[:, :k].copy_(wide)
+    whole = same_product(of.name, *deep_tile.per_token_cast_to_fp8(x), of.b, aligned, bias=bias)
     return {"product": different(layer(x), whole)}
 
 
@@ -343,7 +348,7 @@ class Fuzzer(campaign.Fuzzer):
     def load(self) -> None:
         """The kernels drawn, and those that the selector chooses for everything else."""
         self._kernels = draw_kernels(Random(f"{self.seed}:kernels"), self.arguments.configs)
-        self.load_kernels([*SUMS.values(), *chain.from_iterable(self._kernels.values())])
+        self.load_kernels([*SUMS.values(), *LINEAR, *chain.from_iterable(self._kernels.values())])
         if on_gpu(self.device):
             for shapes, keywords in chosen():
                 deep_tile.precompile(shapes, batch_invariant=True, workers=self.arguments.workers, **keywords)

@@ -11,6 +11,7 @@ read it, and whether one writes it. `Machine` says which steps may be done, does
 wrong. Which orders are tried is the business of orders.py, what the programs are that of protocol.py.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
@@ -273,12 +274,15 @@ class Machine:
             if region.begin <= row < region.end
         )
 
-    def _turns(self) -> dict[tuple[int, tuple], int]:
-        """When each cell must be read: a number that grows along its readers' programs."""
-        reads = (read for program in self.programs for operation in program for read in getattr(operation, "reads", ()))
-        turns: dict[tuple[int, tuple], int] = {}
-        for read in reads:
-            turns.setdefault(read, len(turns))
+    def _turns(self) -> dict[tuple[int, tuple], tuple[int, int]]:
+        """When each cell must be read: what grows along its readers' programs, which read by turns."""
+        turns: dict[tuple[int, tuple], tuple[int, int]] = {}
+        for number, program in enumerate(self.programs):
+            found = (read for operation in program for read in getattr(operation, "reads", ()))
+            contents = Counter()  # that the program has read from each cell
+            for cell, holds in dict.fromkeys(found):
+                turns.setdefault((cell, holds), (contents[cell], number))
+                contents[cell] += 1
         return turns
 
     # Steps: whether a process's next operation may be done, and doing it.
@@ -332,7 +336,7 @@ class Machine:
     def _use(self, state: State, actor: int, reads: Cells, writes: Cells, order: "Order | None") -> None:
         for cell, holds in reads:
             if state.users[cell] < 0 or state.holds[cell] != holds:
-                present = self._reading_turns.get((cell, state.holds[cell]), -1)
+                present = self._reading_turns.get((cell, state.holds[cell]), (-1, 0))
                 kind = OVERWRITTEN if present > self._reading_turns[cell, holds] else UNWRITTEN
                 raise Fault(kind, f"{self.actor_name(actor)} reads {holds} from {self.cell_name(cell)}")
         for cell, holds in writes:

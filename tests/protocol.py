@@ -322,20 +322,25 @@ class Block:
         return {part: rank for part, rank in parts.items() if part != self.part}
 
     def buffers(self) -> dict[Name, int]:
-        """SharedStorage, in rows: of 128 bytes in `a` and `b`; the scales of one row or column; a thread's sums; a unit
-        of a packed `b`, and of its tables what one warp writes; of a tile's sums, 16 rows by 16 columns."""
+        """SharedStorage, in rows: of 128 bytes in `a` and `b`; the scales of one row or column, or of a row's groups; a
+        thread's sums; a unit of a packed `b`, and of its tables what one warp writes; of a tile's sums, and of those
+        that math warpgroups exchange, 16 rows by 16 columns."""
         config = self.config
         stages = range(config.stages)
         rows = {self.own("a", stage): config.scale_blocks * config.block_m for stage in stages}
         if config.from_registers:
-            rows[self.own("sums")] = config.k_parts * REGISTER_ROWS // WARP_ROWS * config.block_n // UNIT_ROWS
+            rows[self.own("sums")] = config.k_parts * config.block_m // WARP_ROWS * config.block_n // UNIT_ROWS
         else:
-            rows |= {self.own("b", slot): config.scale_blocks * config.block_n for slot in range(config.b_slots)}
+            of_slot = ("b", "group_scale") if config.swap_ab else ("b",)
+            slots = product(of_slot, range(config.b_slots))
+            rows |= {self.own(what, slot): config.scale_blocks * config.block_n for what, slot in slots}
         rows |= {self.own("a_scale", stage): config.block_m for stage in stages}
         rows |= {self.own("b_scale", stage): config.b_scale_slots for stage in stages}
         for warpgroup in range(config.math_warpgroups):
             rows |= {self.own("out", warpgroup, buffer): MMA_M for buffer in range(config.store_buffers)}
             rows |= {self.own("partial", warpgroup, sender): WARPGROUP for sender in range(config.split_k - 1)}
+        if config.swap_ab:
+            rows[self.own("exchange")] = MMA_M // WARP_ROWS * config.block_n // UNIT_ROWS
         units = config.scale_blocks * config.block_n // UNIT_ROWS
         rows |= {self.own("units", stage): units for stage in range(config.unit_stages)}
         rows |= {self.own("tile of units", stage): 1 for stage in range(config.unit_stages)}
@@ -345,7 +350,7 @@ class Block:
 
     def processes(self) -> Iterator[Process]:
         config = self.config
-        math_warps = CollectingWarps if config.from_registers else MathWarps
+        math_warps = CollectingWarps if config.from_registers else SwappingWarps if config.swap_ab else MathWarps
         for warpgroup in range(config.math_warpgroups):
             for first in range(0, 4, self.launch.warps):
                 warps = range(first, first + self.launch.warps)
@@ -421,7 +426,7 @@ class OperandsWarp:
         for stage in range(self.config.stages):
             yield Init(self.block.own("full", stage), 1 + WARP * self.config.product.block_scales)
         for slot in range(self.config.slots_apart):
-            writers = self.config.converter_warps * (WARP if self.config.from_registers else 1)
+            writers = self.config.converter_warps * slot_lanes(self.config)
             yield Init(self.block.own("slot full" if writers else "column full", slot), writers or 1)
 
     def announce_full_barriers(self) -> Program:
@@ -658,6 +663,11 @@ def held_of_scales(tile: Tile, step: int) -> tuple:
 # packed_b.cuh
 
 
+def slot_lanes(config: GemmConfig) -> int:
+    """Lanes of each warp that arrive at a slot's barriers."""
+    return 1 if config.b_stages > 0 and config.is_packed and config.chains == 1 else WARP
+
+
 def units_of(launch: Launch, tile: Tile) -> int:
     """The units of a K block of the tile inside the matrix."""
     return min(launch.config.block_n, launch.n - tile.n) // UNIT_ROWS
@@ -739,11 +749,14 @@ class ConverterWarps:
             if position + 1 < len(self.places):
                 yield from self.begin(position + 1, *self.places[position + 1])
             yield Issue("slot write", writes=self.regions("b", slot, *place))
+            if self.config.swap_ab:
+                yield Issue("group scale write", writes=self.regions("group_scale", slot, *place))
             yield Join("slot write")  # the arrive is a release
-            yield Arrive(self.block.own("slot full", slot), len(self.warps))
+            yield Join("group scale write")
+            yield Arrive(self.block.own("slot full", slot), slot_lanes(self.config) * len(self.warps))
 
     def write_tables(self) -> Program:
-        if self.config.b_group == SCALE_BLOCK:
+        if self.config.b_integers:
             return
         yield Use(writes=(Region(self.block.own("tables"), self.warps.start, self.warps.stop, ("e4m3",)),))
         yield Sync(self.block.own("tables"), WARP * len(self.warps), self.config.converter_warps * WARP)
@@ -833,43 +846,42 @@ class MultiplyingWarps(ConverterWarps):
         for step in self.block.steps(tile):
             stage = self.position % self.config.stages
             yield Wait(self.block.own("full", stage), self.position // self.config.stages)
-            for block in range(self.blocks):
-                yield from self.begin_block(tile, step, block)
-                if block + 1 < self.blocks:
+            for block, first in product(range(self.blocks), range(0, rows_of_tile(self.block, tile), REGISTER_ROWS)):
+                yield from self.begin_block(tile, step, block, first)
+                if first == 0 and block + 1 < self.blocks:
                     yield from self.convert(self.position, block + 1)
-                else:
+                elif first == 0:
                     yield from self.turn_to_next_units()
                 yield Join("WGMMA")
-                yield from self.promote(tile, step)
+                yield from self.promote(tile, step, first)
             yield Join("scale read")  # the arrive is a release
             yield Arrive(self.block.own("empty", stage), WARP * len(self.warps))
             self.position += 1
         yield from self.store(tile)
 
-    def begin_block(self, tile: Tile, step: int, block: int) -> Program:
-        """Begins the products of a K block: of 16 rows, or of 32. Rows beyond the matrix or the group may hold
-        anything."""
-        buffer, rows = self.block.own("a", self.position % self.config.stages), self.rows(tile)
+    def begin_block(self, tile: Tile, step: int, block: int, first: int) -> Program:
+        """Begins the products of a K block with the rows from `first` on: with 16, or with 32. Rows beyond the matrix
+        or the group may hold anything."""
+        buffer, rows = self.block.own("a", self.position % self.config.stages), rows_of_tile(self.block, tile)
         read = sorted({self.part(warp) * self.blocks + block for warp in self.warps})
-        first_rows = [(i, i * self.config.block_m) for i in read]
-        regions = (Region(buffer, first, first + rows, (*held_of_a(tile, step), i)) for i, first in first_rows)
+        regions = (
+            clipped(buffer, of_block + first, REGISTER_ROWS, of_block + rows, (*held_of_a(tile, step), i))
+            for i, of_block in ((i, i * self.config.block_m) for i in read)
+        )
         yield Issue("WGMMA", reads=tuple(regions))
 
-    def promote(self, tile: Tile, step: int) -> Program:
-        stage, rows = self.position % self.config.stages, self.rows(tile)
-        of_a = Region(self.block.own("a_scale", stage), 0, rows, held_of_a(tile, step))
+    def promote(self, tile: Tile, step: int, first: int) -> Program:
+        stage, rows = self.position % self.config.stages, rows_of_tile(self.block, tile)
+        of_a = clipped(self.block.own("a_scale", stage), first, REGISTER_ROWS, rows, held_of_a(tile, step))
         of_b = Region(self.block.own("b_scale", stage), 0, self.config.b_scale_slots, held_of_scales(tile, step))
         yield Issue("scale read", reads=(of_a, of_b))
-
-    def rows(self, tile: Tile) -> int:
-        return self.block.launch.row_end(tile) - tile.m
 
     def store(self, tile: Tile) -> Program:
         """Leaves the tile's sums of the warps' units, those beyond the matrix included."""
         owned = [(self.part(warp), self.unit(warp)) for warp in self.warps]
         written = (
             sums_of_tile(self.block, tile, part, half, range(unit, unit + 1))
-            for (part, unit), half in product(owned, halves_of(self.block.launch, tile))
+            for (part, unit), half in product(owned, halves_of(self.block, tile))
             if unit < self.units
         )
         yield Wait(self.block.own("slot empty", 0), tile.index - 1)
@@ -878,14 +890,19 @@ class MultiplyingWarps(ConverterWarps):
         yield Arrive(self.block.own("slot full", 0), WARP * len(self.warps))
 
 
-def halves_of(launch: Launch, tile: Tile) -> range:
+def rows_of_tile(block: Block, tile: Tile) -> int:
+    """Its rows inside the matrix or the group."""
+    return min(block.launch.row_end(tile) - tile.m, block.config.block_m)
+
+
+def halves_of(block: Block, tile: Tile) -> range:
     """Sixteens of rows of `a` that are multiplied and used."""
-    return range(ceil_div(launch.row_end(tile) - tile.m, WARP_ROWS))
+    return range(ceil_div(rows_of_tile(block, tile), WARP_ROWS))
 
 
 def sums_of_tile(block: Block, tile: Tile, part: int, half: int, units: range) -> Region:
     """The sums of a K part, for sixteen rows of `a` and some units of `b`."""
-    first = (part * REGISTER_ROWS // WARP_ROWS + half) * block.config.block_n // UNIT_ROWS
+    first = (part * block.config.block_m // WARP_ROWS + half) * block.config.block_n // UNIT_ROWS
     return Region(block.own("sums"), first + units.start, first + units.stop, (f"tile {tile.index}",))
 
 
@@ -977,7 +994,7 @@ class MathWarps:
             yield Init(own("units empty", stage), config.converter_warps * WARP)
         for slot in range(config.slots_apart):
             name = "slot empty" if config.is_packed else "column empty"
-            yield Init(own(name, slot), math_warps * (1 if config.is_packed and config.b_stages else WARP))
+            yield Init(own(name, slot), math_warps * slot_lanes(config))
         for warpgroup in range(config.math_warpgroups if config.split_k > 1 else 0):
             yield Init(own("partial full", warpgroup), 1)
             yield Init(own("partial empty", warpgroup), 4 * (config.split_k - 1))
@@ -1060,7 +1077,8 @@ class MathWarps:
         if self.config.resident_b and tile.ends_column:
             yield Arrive(self.block.own("column empty", step), self.threads)
         if self.config.is_packed:
-            yield Arrive(self.block.own("slot empty", position % self.config.b_slots), len(self.warps))
+            arrivals = slot_lanes(self.config) * len(self.warps)
+            yield Arrive(self.block.own("slot empty", position % self.config.b_slots), arrivals)
 
     def begin_turns(self) -> Program:
         if self.warpgroup == 1:
@@ -1289,11 +1307,8 @@ class MathWarps:
         return self.warps.start * WARP, self.warps.stop * WARP
 
 
-class CollectingWarps(MathWarps):
-    """Math warps that take a tile's sums from the converter warps, which multiply it (Collect)."""
-
-    taken = 0
-    """Tiles taken so far."""
+class WholeTileWarps(MathWarps):
+    """Math warps that begin nothing of a tile before they multiply it, or take its sums."""
 
     def acquire(self) -> Program:
         return iter(())
@@ -1301,12 +1316,86 @@ class CollectingWarps(MathWarps):
     def begin(self, position: int, chunk: int) -> Program:
         return iter(())
 
+
+class SwappingWarps(WholeTileWarps):
+    """Math warps that multiply rows of `b` by rows of `a`, and then exchange the tile's sums (SwapAB)."""
+
+    def __init__(self, block: Block, warpgroup: int, warps: range):
+        super().__init__(block, warpgroup, warps)
+        column_groups = self.config.block_n // MMA_M
+        chunks = self.config.block_m // MMA_M * column_groups // self.config.math_warpgroups
+        first = warpgroup // column_groups * chunks
+        self.chunks = range(first, first + chunks)  # of the tile, each with 64 rows of `a`
+        self.first_column = warpgroup % column_groups * MMA_M
+
+    def multiply(self, more: bool, meanwhile: Callable[[int], Program] = lambda chunk: iter(())) -> Program:
+        tile, _ = self.at(self.position)
+        for _ in range(self.steps):
+            yield from self.multiply_stage()
+            yield from self.release(self.position)
+            self.position += 1
+        yield from self.exchange(tile)
+
+    def multiply_stage(self) -> Program:
+        """Multiplies chunk by chunk; the scales of `b` are read beside the first one's WGMMAs."""
+        own, config, (tile, step) = self.block.own, self.config, self.at(self.position)
+        stage, slot = self.position % config.stages, self.position % config.b_slots
+        yield Wait(own("full", stage), self.position // config.stages)
+        yield Wait(own("slot full", slot), self.position // config.b_slots)
+        held = (*held_of_b(config, tile, step), 0)
+        of_a, of_b = held_of_a(tile, step), held_of_scales(tile, step)
+        rows, columns = self.launch.row_end(tile) - tile.m, self.launch.n - tile.n
+        own_columns = self.first_column + self.warps.start * WARP_ROWS
+        scaled = clipped(own("group_scale", slot), own_columns, len(self.warps) * WARP_ROWS, columns, held)
+        for chunk in self.chunks:
+            first = chunk * MMA_M
+            a = clipped(own("a", stage), first, MMA_M, rows, (*of_a, 0))
+            yield Issue("WGMMA", reads=(a, clipped(own("b", slot), self.first_column, MMA_M, columns, held)))
+            if chunk == self.chunks.start:
+                yield Issue("scale read", reads=(scaled, Region(own("b_scale", stage), 0, config.b_scale_slots, of_b)))
+            yield Join("WGMMA")
+            yield Issue("scale read", reads=(Region(own("a_scale", stage), first, first + MMA_M, of_a),))
+
+    def exchange(self, tile: Tile) -> Program:
+        """Each warp writes all rows of its columns, and reads all columns of its rows."""
+        columns = self.block.config.block_n // UNIT_ROWS
+        unit = self.first_column // UNIT_ROWS
+        written = range(unit + self.warps.start, unit + self.warps.stop)
+        for chunk in range(self.config.block_m // MMA_M):
+            yield from self.meet()
+            if chunk in self.chunks:
+                yield Use(writes=tuple(self.sums_of_rows(tile, chunk, rows, written) for rows in range(4)))
+            yield from self.meet()
+            if chunk // self.config.chunks_m == self.warpgroup:
+                yield Use(reads=tuple(self.sums_of_rows(tile, chunk, rows, range(columns)) for rows in self.warps))
+
+    def meet(self) -> Program:
+        yield Sync(self.block.own("exchange"), self.threads, self.config.math_warpgroups * WARPGROUP)
+
+    def sums_of_rows(self, tile: Tile, chunk: int, rows: int, units: range) -> Region:
+        """Sums of sixteen of the chunk's rows of `a`, and some units of `b`."""
+        first = rows * self.config.block_n // UNIT_ROWS
+        held = (f"tile {tile.index}", f"chunk {chunk}")
+        return Region(self.block.own("exchange"), first + units.start, first + units.stop, held)
+
+
+def clipped(buffer: Name, first: int, count: int, end: int, held: tuple) -> Region:
+    """So many rows of a buffer, as far as the matrix or the group has them: those from `end` on may hold anything."""
+    return Region(buffer, first, max(first, min(first + count, end)), held)
+
+
+class CollectingWarps(WholeTileWarps):
+    """Math warps that take a tile's sums from the converter warps, which multiply it (Collect)."""
+
+    taken = 0
+    """Tiles taken so far."""
+
     def multiply(self, more: bool, meanwhile: Callable[[int], Program] = lambda chunk: iter(())) -> Program:
         """Takes the sums of these warps' rows, as far as the tile has them, of all K parts."""
         tile, units = self.tiles[self.taken], range(self.config.block_n // UNIT_ROWS)
         self.taken += 1
         yield Wait(self.block.own("slot full", 0), tile.index)
-        halves = [half for half in halves_of(self.launch, tile) if half in self.warps]
+        halves = [half for half in halves_of(self.block, tile) if half in self.warps]
         sums = (
             sums_of_tile(self.block, tile, part, half, units)
             for part, half in product(range(self.config.k_parts), halves)

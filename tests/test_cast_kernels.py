@@ -426,7 +426,7 @@ def test_packed_weights_become_fp8_as_defined(launch, kernel, shape):
     weight, scale, arguments, _ = draw(NAMES_OF_PACKED[kernel.kind], shape, spread_of_scales=40)
     made = pack_weight(weight, scale, **arguments, max_error=math.inf)
     k_blocks = -(-shape[-1] // 128)
-    wanted = packed.as_fp8(*made, k=128 * k_blocks).view(torch.uint8)
+    wanted = packed.elements(*made, k=128 * k_blocks).view(torch.uint8)
     out = torch.full_like(wanted, POISON)
     units = math.prod(shape[:-1]) // 16 * k_blocks
     numbers = {"units": units, "row_units": shape[-2] // 16, "k_blocks": k_blocks}

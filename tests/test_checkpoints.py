@@ -70,10 +70,15 @@ def test_symmetric_integers(name, group):
     assert codes["format"] == f"int4_{min(group, 128)}" and torch.equal(meaning(codes), wanted)
     layer = deep_tile.nn.Linear.from_fp8(codes["weight"], codes["scale"], format=codes["format"])
     assert layer.weight.shape == (N, K) and torch.equal(deep_tile.to_blocks(**codes).weight, layer.weight)
-    if group >= 128:
-        layer = deep_tile.nn.PackedLinear.from_codes(**codes)
-        packed = deep_tile.unpack_weight(layer.weight, layer.weight_scale)
-        assert torch.equal(packed.weight, codes["weight"]) and torch.equal(packed.scale, codes["scale"].float())
+    layer = deep_tile.nn.PackedLinear.from_codes(**codes)
+    assert f"weight={'int4' if group >= 128 else 'int4_32'}" in repr(layer)
+    packed = deep_tile.unpack_weight(layer.weight, layer.weight_scale)
+    scale = codes["scale"].float().repeat_interleave(2 if group == 64 else 1, -1)
+    assert torch.equal(packed.weight, codes["weight"]) and torch.equal(packed.scale, scale)
+    a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(3, K))
+    out = deep_tile.packed_gemm(a, a_scale, layer.weight, layer.weight_scale, out_dtype=torch.float32)
+    exact = a.double() * spread(a_scale, (1, 128), (3, K)) @ wanted.mT
+    assert (out - exact).abs().max() < 1e-6 * exact.abs().max()
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256, K])
@@ -104,11 +109,15 @@ def test_odd_sizes(n, k, group):
     assert torch.equal(meaning(codes), wanted)
 
 
+@pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("name", SAVED)
-def test_experts_in_one_tensor(name):
-    *saved, wanted = drawn(128, 3)
+def test_experts_in_one_tensor(name, group):
+    *saved, wanted = drawn(group, 3)
     codes = read_weight(SAVED[name](*saved))
-    assert torch.equal(meaning(codes), wanted) and deep_tile.pack_weight(**codes).weight.shape[:2] == (3, N)
+    assert torch.equal(meaning(codes), wanted)
+    packed = deep_tile.pack_weight(**codes)
+    assert packed.weight.shape == (3, N, K // 128 * {32: 73, 128: 64}[group])
+    assert torch.equal(deep_tile.unpack_weight(*packed).scale, codes["scale"].float())
 
 
 @pytest.mark.gpu

@@ -200,7 +200,7 @@ def test_source_is_self_contained(config):
     assert "#include" not in source and "#pragma once" not in source
     assert str(ROOT) not in source
     sizes = re.findall(r"wgmma\.mma_async\.\S+\.m64n(\d+)k(\d+)\.", source)
-    columns = (16, 32) if config.from_registers else (config.mma_n,)
+    columns = (16, 32) if config.from_registers else (64,) if config.swap_ab else (config.mma_n,)
     assert sizes == [(str(width), str(config.mma_k)) for width in columns]
     assert source.count("__global__") == 1
 

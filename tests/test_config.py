@@ -35,6 +35,8 @@ def legal_configs():
     [
         ({"block_m": 32}, "block_m is 32; supported are 64, 128 and 256, and with a packed b 32"),
         ({"block_m": 16, "kind": "mxfp4"}, "block_m is 16; supported are 64, 128 and 256, and with a packed b 32"),
+        ({"block_m": 48, "kind": "int4_32"}, "block_m is 48; supported are 64, 128 and 256, and with a packed b 32"),
+        ({"block_m": 64, "block_n": 144, "kind": "int4_32"}, "block_m is 64; such tiles have up to 128 columns"),
         ({"block_m": 32, "block_n": 144, "kind": "mxfp4"}, "block_m is 32; such tiles have up to 128 columns"),
         ({"block_m": 32, "b_stages": 3, "kind": "int4"}, "block_m is 32; .* without .* slots for b"),
         ({"block_m": 32, "cluster_m": 2, "kind": "nvfp4"}, "block_m is 32; .* without multicast"),
@@ -56,6 +58,13 @@ def legal_configs():
         ({"cluster_m": 4, "block_n": 80}, "cluster is 4x1 and the tile 128x80; blocks .* each load a multiple of 8"),
         ({"cluster_m": 2, "block_n": 64, "split_k": 8}, "a cluster has 16 thread blocks"),
         ({"block_n": 64, "split_k": 8}, "block_n is 64; each of 8 K parts adds up a multiple of 16 columns"),
+        *(
+            ({**tile, "b_stages": 3, "kind": "int4_32"}, "tiles are 64x64, 128x64, 128x128 and 256x64, with one scale")
+            for tile in (
+                *({"block_m": 64, "block_n": 128}, {"block_n": 96}, {"block_n": 192}, {"block_m": 256}),
+                *({"scale_blocks": 2}, {"block_m": 64, "block_n": 32, "scale_blocks": 2}),
+            )
+        ),
         ({"b_stages": 3, "kind": "mxfp4", "cluster_n": 4}, "kind is 'mxfp4'; .* converted without multicast"),
         ({"store_buffers": 0}, "store_buffers is 0"),
         ({"b_stages": 2, "cluster_m": 2}, "b_stages is 2; b stays without clusters"),

@@ -316,7 +316,9 @@ def test_groups_of_kinds(call, kind, bytes_):
     assert code == 0 and data["config"] in out and f"in {kind} on 132 SMs" in out
 
 
-@pytest.mark.parametrize(("kind", "b_bytes"), [("mxfp4", 17 / 32), ("nvfp4", 18 / 32), ("int4", 16 / 32)])
+@pytest.mark.parametrize(
+    ("kind", "b_bytes"), [("mxfp4", 17 / 32), ("nvfp4", 18 / 32), ("int4", 16 / 32), ("int4_32", 73 / 128)]
+)
 def test_groups_of_packed_weights_move_4_bits(kind, b_bytes):
     data = deep_tile.explain_groups(8, 16, 4096, 7168, kind=kind)
     scales = 4 * 56 * (4096 if kind == "int4" else 32)

@@ -201,6 +201,8 @@ def test_every_boolean_property_is_a_feature():
         "row_scales",
         "transposed",
         "cuts_b",
+        "b_integers",
+        "swap_ab",
     }
     assert booleans == {name for name in ANY_CONFIGS_FEATURES if isinstance(getattr(config, name), bool)}
 

@@ -65,6 +65,36 @@ def test_layers_are_saved_loaded_and_converted(name):
     assert all(torch.equal(one, two) for one, two in zip(more.parameters(), experts.parameters(), strict=True))
 
 
+def test_layers_of_groups_of_64_are_those_of_32():
+    weight, scale, arguments, _ = draw("int4_64", (48, 352))
+    layer, x = nn.PackedLinear.from_codes(weight, scale, **arguments), torch.randn(3, 352).bfloat16()
+    other = nn.PackedLinear(352, 48, bias=False, format="int4_32")
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x)) and layer(x).any()
+
+
+def test_layers_of_small_groups_are_those_of_groups_of_128_with_the_same_scales():
+    """In FP8, and with the same elements, whose sums are rounded alike but for a few."""
+    small, large, sizes = {}, {}, {"gate_up": (4, 96, 160), "down": (4, 160, 48)}
+    for name, shape in sizes.items():
+        large[name], of_groups, _, _ = draw("int4_128", shape)
+        large[f"{name}_scale"] = of_groups.bfloat16()
+        small[name], each = large[name], of_groups.repeat_interleave(4, -1)[..., : -(-shape[-1] // 32)]
+        small[f"{name}_scale"] = each.bfloat16()
+    given = torch.randn(33, 160).bfloat16(), torch.randint(-1, 4, (33, 2)), torch.rand(33, 2)
+    out, wanted = (
+        nn.PackedExperts.from_codes(**weights, format=name)(*given)
+        for weights, name in ((small, "int4_32"), (large, "int4_128"))
+    )
+    assert wanted.norm() > 0 and deep_tile.reference.relative_error(out, wanted) < 1e-3
+
+
+@pytest.mark.parametrize(("made", "other"), [("int4", "int4_32"), ("int4_32", "int4"), ("int4_32", "nvfp4")])
+def test_a_layer_of_another_kind_does_not_load(made, other):
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        nn.PackedLinear(352, 48, format=other, dtype=torch.bfloat16).load_state_dict(linear(made).state_dict())
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @each_format
 def test_files_have_layers(tmp_path, name, assign):

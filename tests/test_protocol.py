@@ -145,6 +145,14 @@ FAMILIES = {
     "b from registers, K in two parts of two blocks": Case(
         GemmConfig(32, 48, 2, scale_blocks=4, kind="mxfp4"), 20, 96, 1100, 1
     ),
+    "b from registers, 64 rows": Case(GemmConfig(64, 128, 2, kind="mxfp4"), 50, 112, 384, 1),
+    "packed b, swapped operands": Case(GemmConfig(128, 128, 2, b_stages=2, kind="int4_32"), 250, 112, 256, 1),
+    "packed b, swapped operands, two chunks of rows": Case(
+        GemmConfig(256, 64, 2, b_stages=2, kind="int4_32", store_buffers=1), 250, 48, 256, 1
+    ),
+    "packed b, swapped operands, rows of one warpgroup": Case(
+        GemmConfig(128, 64, 2, b_stages=2, kind="int4_32", tma_store=False), 50, 112, 256, 1
+    ),
     "two chunks without scales": Case(GemmConfig(128, 256, 2, kind="fp8_rows_promoted"), 128, 512, 384, 1),
 }
 """A GEMM for each kind of kernel, small enough for all of its states to be visited."""
@@ -161,6 +169,12 @@ GROUP_FAMILIES = {
         48,
         400,
         1,
+    ),
+    "rows, swapped operands": of_rows(
+        GemmConfig(128, 64, 2, b_stages=2, kind="int4_32", grouping="offs"), (0, 3, 130), 48, 128, 1
+    ),
+    "rows, swapped operands, no tiles": of_rows(
+        GemmConfig(128, 64, 2, b_stages=2, kind="int4_32", grouping="offs"), (0, 0), 64, 128, 1
     ),
     "rows, no tiles": of_rows(GemmConfig(64, 16, 2, grouping="offs"), (0, 0), 16, 256, 1),
     "along K": along_k(GemmConfig(64, 16, 2, **GRADIENTS), (128, 0, 300), 64, 16, 1),
@@ -306,14 +320,17 @@ def test_every_order_of_packed_configs(kind):
             assert check(launched) > 30, config.name
 
 
-REGISTER_TILES = ((128, 1), (128, 2), (112, 2), (96, 1), (80, 2), (64, 2), (64, 4), (48, 2), (16, 4))
-"""Columns and scale blocks of tiles whose packed `b` comes from registers."""
+REGISTER_TILES = (
+    *((32, 128, 1), (32, 128, 2), (32, 112, 2), (32, 96, 1), (32, 80, 2), (32, 64, 2), (32, 64, 4), (32, 48, 2)),
+    *((32, 16, 4), (64, 128, 1), (64, 112, 2), (64, 64, 2), (64, 32, 4)),
+)
+"""Rows, columns and scale blocks of tiles whose packed `b` comes from registers."""
 
 
 def register_configs(kind: str) -> Iterator[GemmConfig]:
     """Rings that wrap soon and late, with and without TMA stores, and split K."""
-    for (block_n, scale_blocks), stages in product(REGISTER_TILES, (2, 4)):
-        tile = {"block_m": 32, "block_n": block_n, "stages": stages, "scale_blocks": scale_blocks, "kind": kind}
+    for (block_m, block_n, scale_blocks), stages in product(REGISTER_TILES, (2, 4)):
+        tile = {"block_m": block_m, "block_n": block_n, "stages": stages, "scale_blocks": scale_blocks, "kind": kind}
         yield GemmConfig(**tile, tma_store=stages == 2)
         yield GemmConfig(**tile, grouping="offs" if stages == 2 else "counts", tma_store=block_n % 32 == 0)
         yield from (GemmConfig(**tile, split_k=parts) for parts in (2, 4) if block_n % (16 * parts) == 0)
@@ -342,6 +359,33 @@ def test_orders_at_random_of_packed_weights_from_registers(kind):
     for number, config in enumerate(some([*register_configs(kind)][::4])):
         machine = next(launches(config, warps=1 if number % 2 else 4)).machine(0)
         assert {walk(machine, seed) for seed in range(2)} == {prove(machine)}
+
+
+SWAPPED_TILES = ((64, 64), (128, 64), (128, 128), (256, 64))
+"""Rows and columns of tiles whose math warpgroups swap operands."""
+
+
+def swapped_configs() -> Iterator[GemmConfig]:
+    """Rings that wrap soon and late, with and without TMA stores, with groups and split K."""
+    for (block_m, block_n), stages in product(SWAPPED_TILES, (2, 3)):
+        tile = {"block_m": block_m, "block_n": block_n, "stages": stages, "b_stages": stages, "kind": "int4_32"}
+        yield GemmConfig(**tile, store_buffers=1, tma_store=stages == 2)
+        yield GemmConfig(**tile, store_buffers=1, grouping="offs" if stages == 2 else "counts")
+        yield from (GemmConfig(**tile, store_buffers=1, split_k=parts) for parts in (2, 4))
+
+
+@pytest.mark.parametrize("config", [*swapped_configs()], ids=lambda config: config.name)
+def test_every_order_of_swapped_operands(config):
+    """Warps one by one, and warps that act alike as one."""
+    for warps in (1, 4):
+        for launched in launches(config, warps):
+            assert check(launched) > 30
+
+
+@pytest.mark.parametrize("config", [*swapped_configs()][::3], ids=lambda config: config.name)
+def test_orders_at_random_of_swapped_operands(config):
+    machine = next(launches(config, warps=1)).machine(0)
+    assert {walk(machine, seed) for seed in range(3)} == {prove(machine)}
 
 
 @pytest.mark.parametrize("tma_store", [True, False])
@@ -470,6 +514,17 @@ def without_drain(operations: list[Operation]) -> list[Operation]:
     return operations[: -len(stages)]
 
 
+def without_meetings(meetings: range) -> Callable[[list[Operation]], list[Operation]]:
+    """Leave out those of these numbers, of all for exchanges of sums; two belong to 64 rows of a tile."""
+
+    def change(operations: list[Operation]) -> list[Operation]:
+        places = [place for place, operation in enumerate(operations) if is_at(operation, Sync, "exchange")]
+        unwanted = set(places[meetings.start : meetings.stop : meetings.step])
+        return [operation for place, operation in enumerate(operations) if place not in unwanted]
+
+    return change
+
+
 def multicasting(change: Callable[[list[Operation]], list[Operation]]) -> Callable[[list[Operation]], list[Operation]]:
     """Change what an operands' warp does when all barriers of its cluster exist."""
 
@@ -592,6 +647,8 @@ SPLIT_PAIRS = Case(GemmConfig(64, 32, 2, 2, 1, 2), 128, 64, 512, 4)
 SPLIT = Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 256, 2)
 SPLIT_CHUNKS = Case(GemmConfig(256, 32, 2, split_k=2), 256, 32, 256, 2)
 UNITS = Case(GemmConfig(64, 64, 2, b_stages=2, kind="mxfp4"), 64, 64, 1024, 1)
+SWAPPED = Case(GemmConfig(128, 128, 2, b_stages=2, kind="int4_32"), 128, 256, 256, 1)  # eight meetings
+SWAPPED_ROWS = SWAPPED._replace(config=GemmConfig(128, 64, 2, b_stages=2, kind="int4_32"), n=64)
 REGISTERS = Case(GemmConfig(32, 128, 2, kind="mxfp4"), 32, 384, 384, 1)
 REGISTER_BLOCKS = REGISTERS._replace(config=GemmConfig(32, 128, 2, scale_blocks=2, kind="mxfp4"), k=1024)
 
@@ -717,6 +774,36 @@ FAULTS = {
     "one slot": Seeded(DEADLOCK, launch(UNITS._replace(config=altered(UNITS.config, b_stages=1, b_slots=1)))),
     "units announced beyond the matrix": Seeded(
         BYTES, launch(UNITS), in_program("units", once(Arrive, "units full", expected_bytes=1088))
+    ),
+    "scales of groups written when their slot is published": Seeded(
+        UNWRITTEN, launch(SWAPPED), in_program("converter", without(lambda o: is_join(o, "group scale write")))
+    ),
+    "a slot given back before its groups' scales have been read": Seeded(
+        OVERWRITTEN, launch(SWAPPED._replace(k=1024)), in_program("math", released_before("scale read", "slot empty"))
+    ),
+    "a slot published by one lane of each warp, where all do": Seeded(
+        DEADLOCK, launch(SWAPPED), in_program("converter", always(Arrive, "slot full", arrivals=4 - 4 * 32))
+    ),
+    "a slot given back by one lane of each warp, where all do": Seeded(
+        DEADLOCK, launch(SWAPPED), in_program("math", always(Arrive, "slot empty", arrivals=4 - 4 * 32))
+    ),
+    "a slot given back by all lanes, where one of each warp does": Seeded(
+        ARRIVALS, launch(SWAPPED), in_program("math 0", always(Init, "slot empty", arrivals=8 - 8 * 32))
+    ),
+    "exchanged sums overwritten before they have been read": Seeded(
+        OVERWRITTEN, launch(SWAPPED), in_program("math", without_meetings(range(0, 8, 2)))
+    ),
+    "exchanged sums overwritten by other warps of their warpgroup": Seeded(
+        OVERWRITTEN, launch(SWAPPED_ROWS, warps=1), in_program("math", without_meetings(range(2, 3)))
+    ),
+    "exchanged sums overwritten by those of the next tile": Seeded(
+        OVERWRITTEN, launch(SWAPPED), in_program("math", without_meetings(range(4, 5)))
+    ),
+    "exchanged sums read before they are written": Seeded(
+        UNWRITTEN, launch(SWAPPED), in_program("math", without_meetings(range(1, 8, 2)))
+    ),
+    "exchanged sums of a warpgroup read before all of its warps have written": Seeded(
+        UNWRITTEN, launch(SWAPPED_ROWS, warps=1), in_program("math", without_meetings(range(1, 4, 2)))
     ),
     "units given back before they have been read to be multiplied": Seeded(
         OVERWRITTEN,
@@ -873,7 +960,7 @@ def test_the_proof_refuses_whatever_goes_wrong_in_some_order(family):
 
 SYNCHRONIZING_CALLS = {
     "bar_arrive": 6,
-    "bar_sync": 8,
+    "bar_sync": 10,
     "barrier_cluster_arrive_relaxed": 2,
     "barrier_cluster_wait": 1,
     "cp_async": 2,
@@ -892,9 +979,9 @@ SYNCHRONIZING_CALLS = {
     "setmaxnreg_dec": 1,
     "setmaxnreg_inc": 2,
     "st_async": 1,
-    "wait": 19,
-    "wgmma_commit_group": 3,
-    "wgmma_wait_group": 4,
+    "wait": 20,
+    "wgmma_commit_group": 4,
+    "wgmma_wait_group": 5,
 }
 """Places in the kernel's headers that call what the model has as an operation.
 
@@ -915,7 +1002,7 @@ def test_the_kernel_synchronizes_where_the_model_does():
     assert {name: calls.count(name) for name in SYNCHRONIZING_CALLS} == SYNCHRONIZING_CALLS
     barriers = re.findall(r"mbarrier_init\([^;]*?\),\s+([^;]+)\);", text)
     scales = "(config.has_scales() ? warp_threads : 0)"
-    slots = "slot_writers<config>", "math_warps * (config.b_stages > 0 && config.packed_b() ? 1 : warp_threads)"
+    slots = "slot_writers<config>", "math_warps * config.slot_lanes()"
     counts = [
         f"1 + {scales}",
         slots[0],
@@ -924,6 +1011,8 @@ def test_the_kernel_synchronizes_where_the_model_does():
         slots[1],
     ]
     assert barriers == [*counts, "1", "4 * (config.split_k - 1)", "1"]  # the last is that of units, full
+    lanes = re.search(r"int slot_lanes\(\) const \{ return (.+); \}", text)
+    assert lanes and lanes[1] == "b_stages > 0 && packed_b() && chains == 1 ? 1 : 32"
 
 
 def sweep() -> int:

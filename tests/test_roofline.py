@@ -76,7 +76,8 @@ def test_the_problem_is_judged_against_hbm_and_the_tile_against_l2():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bytes_per_32"), [("fp8", 32), ("bf16", 64), ("mxfp4", 17), ("nvfp4", 18), ("int4", 16)]
+    ("dtype", "bytes_per_32"),
+    [("fp8", 32), ("bf16", 64), ("mxfp4", 17), ("nvfp4", 18), ("int4", 16), ("int4_32", 18.25)],
 )
 def test_a_weight_counts_with_the_bytes_it_is_stored_in(dtype, bytes_per_32):
     (wall,) = roofline.problem_walls(GemmProblem(16, 7168, 16384), dtype=dtype)

@@ -30,6 +30,9 @@ FAMILIES = (
     GemmConfig(32, 128, 4, scale_blocks=2, kind="mxfp4"),
     GemmConfig(32, 64, 2, scale_blocks=2, kind="int4"),
     GemmConfig(128, 128, 4, b_stages=3, kind="mxfp4"),
+    GemmConfig(128, 128, 3, b_stages=3, kind="int4_32", store_buffers=1),
+    GemmConfig(256, 64, 4, b_stages=3, kind="int4_32"),
+    GemmConfig(64, 128, 4, scale_blocks=2, kind="int4_32"),
 )
 """One kernel for each way in which roles wait for each other."""
 

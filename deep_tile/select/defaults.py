@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from deep_tile.config import PAIRED_TILES, REGISTER_ROWS, SMEM_LIMIT_BYTES, GemmConfig
-from deep_tile.kinds import EVERY_KIND, QUANTIZED, RESULTS
+from deep_tile.config import MMA_M, PAIRED_TILES, REGISTER_ROWS, SMEM_LIMIT_BYTES, GemmConfig
+from deep_tile.kinds import EVERY_KIND, QUANTIZED, RESULTS, Kind
 from deep_tile.walls import stages_max
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -53,7 +53,7 @@ _SPLIT_TILES_OF_KINDS = ((128, 64, 2), (128, 128, 2))
 128x128 is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less time at two of 19 shapes, more at
 others (H200, 2026-11-24)."""
 
-_PACKED_TILES = (
+_TILES_OF_CODES = (
     *((32, 32, 4, 2), (32, 64, 2, 2), (32, 64, 2, 4), (32, 64, 4, 1), (32, 64, 4, 2), (32, 128, 2, 1)),
     *((64, 32, 2, 1), (64, 32, 2, 2), (64, 64, 1, 1), (64, 64, 2, 1), (64, 64, 2, 2), (64, 64, 2, 4)),
     *((64, 96, 2, 1), (64, 96, 2, 2), (64, 112, 2, 1), (64, 128, 2, 1), (64, 128, 2, 2)),
@@ -67,6 +67,18 @@ takes 1.001 times the best of 23 tiles and unpacking, at most 1.04; INT4 1.011, 
 idle: INT4 takes 6 % less with 16 rows (six weights, up to 15 %) and 2 % less with 96 to 512 (19 products, up to 13 %),
 MXFP4 1 % less with 16 (13 weights, up to 5 %) and no less above (H100, 2026-11-27). Tiles of 32 rows are for up to 32
 rows; the best of these six takes 1.001 times the best of 15 (twelve weights, H100, 2026-11-27)."""
+
+_TILES_IN_CHAINS = (
+    *(tile for tile in _TILES_OF_CODES if tile[0] == REGISTER_ROWS),
+    *((64, 64, 2, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 128, 2, 1)),
+    *((128, 64, 1, 1), (128, 64, 1, 2), (128, 128, 1, 1), (128, 128, 1, 2), (256, 64, 1, 1), (256, 64, 1, 2)),
+)
+"""The same for integers in groups of 32, whose WGMMA chains have accumulators of their own. Tiles of 64 rows come from
+registers, too: with 33 to 64 rows they take 15 to 21 % less than two of 32 for big weights and groups (H100,
+2026-11-27). 64x64 with swapped operands was never the fastest."""
+
+_PACKED_TILES = {1: _TILES_OF_CODES, 4: _TILES_IN_CHAINS}
+"""By WGMMA chains per K block."""
 
 _ROOMY_WIDTHS = (32, 64, 128)
 """Columns of packed weights' tiles that leave math-warp stores and GELUs their registers and code."""
@@ -178,7 +190,11 @@ def default_configs(
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := quantized(one)))
     if EVERY_KIND[kind].packing:
-        tiles = [tile for tile in _PACKED_TILES if tma_store or _has_room(tile[0], tile[1], tile[3])]
+        tiles = [
+            tile
+            for tile in _PACKED_TILES[EVERY_KIND[kind].packing.chains]
+            if tma_store or _has_room(tile[0], tile[1], tile[3])
+        ]
         if EVERY_KIND[kind].scaling == "row_blocks":  # this tile would exceed the code that a launch prefetches
             tiles = [tile for tile in tiles if tile != (64, 64, 2, 4)]
         return packed_configs(tiles, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
@@ -281,11 +297,17 @@ def packed_configs(tiles: Iterable[tuple[int, int, int, int]], **options: bool |
             *(block_m, block_n),
             scale_blocks=blocks,
             split_k=split_k,
-            b_stages=0 if block_m == REGISTER_ROWS else 3,
+            b_stages=_slots(block_m, EVERY_KIND[options["kind"]]),
             **options,
         )
         for block_m, block_n, blocks, split_k in tiles
     )
+
+
+def _slots(block_m: int, kind: Kind) -> int:
+    """Slots for converted stages. Tiles from registers have none: those of 32 rows, and of integers in groups, whose
+    promotion gains most by it, of 64."""
+    return 0 if block_m <= (REGISTER_ROWS if kind.packing.chains == 1 else MMA_M) else 3
 
 
 def _fp8_configs(tma_store: bool, kind: str, output: str) -> tuple[GemmConfig, ...]:

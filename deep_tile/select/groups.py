@@ -22,12 +22,18 @@ from deep_tile.select.schedule import blocks_per_tile, cluster_slots
 _TILES = ((64, 32, 2), (64, 64, 2), (64, 128, 1), (128, 128, 1), (128, 192, 1), (128, 256, 1))
 """(block_m, block_n, scale_blocks)."""
 
-_PACKED_TILES = (
+_TILES_OF_CODES = (
     *((32, 128, 2, 1), (64, 32, 2, 1), (64, 64, 2, 1), (64, 128, 2, 1)),
     *((128, 64, 2, 1), (128, 128, 1, 1), (256, 128, 1, 1)),
 )
 """Tiles for packed weights, as `packed_configs` takes them. Narrower ones of 32 rows add K in parts, and results would
 depend on the rows of other groups, by which tiles are chosen."""
+
+_PACKED_TILES = {
+    1: _TILES_OF_CODES,
+    4: ((32, 128, 2, 1), (64, 128, 2, 1), (128, 128, 1, 1)),
+}
+"""By WGMMA chains per K block, of which integers in groups of 32 have four."""
 
 _K_TILES = ((64, 128), (128, 128), (128, 192), (128, 256), (256, 128))
 """(block_m, block_n) for K groups. Tiles with two math warpgroups exist without clusters and, with TMA stores, as
@@ -73,7 +79,7 @@ def grouped_configs(
     options = {"kind": kind, "output": output or EVERY_KIND[kind].output, "grouping": layout, "layout": operands}
     if EVERY_KIND[kind].packing:
         of = EVERY_KIND[kind], options["output"], tma_store
-        tiles = [tile for tile in _PACKED_TILES if not _packed_spills(*tile[:2], *of)]
+        tiles = [tile for tile in _PACKED_TILES[of[0].packing.chains] if not _packed_spills(*tile[:2], *of)]
         return packed_configs(tiles, tma_store=tma_store, **options)
     return tuple(
         deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, **options)

@@ -88,8 +88,8 @@ def _packed(kind: Kind, n: int, k: int, generator: torch.Generator) -> tuple[tor
     group = kind.packing.group
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator, device=generator.device)
     scale = torch.rand(n, ceil_div(k, group), generator=generator, device=generator.device) + 0.5
-    if kind.name == "int4":
-        return deep_tile.pack_weight(codes, scale, format="int4_128")
+    if kind.packing.integers:
+        return deep_tile.pack_weight(codes, scale.half(), format=f"int4_{group}")
     if kind.name == "nvfp4":
         return deep_tile.pack_weight(codes, scale.to(torch.float8_e4m3fn), format="nvfp4", global_scale=1.0)
     return deep_tile.pack_weight(codes, torch.exp2(scale.mul(8).round()), format="mxfp4")
@@ -124,7 +124,7 @@ def exact_product_of(kind: Kind, operands: list[torch.Tensor]) -> torch.Tensor:
     if kind.packing:
         from deep_tile import packed
 
-        operands = [*operands[:2], packed.as_fp8(*operands[2:], k=operands[0].shape[1]), operands[3]]
+        operands = [*operands[:2], packed.elements(*operands[2:], k=operands[0].shape[1]), operands[3]]
     if kind.scaling == "none":
         return operands[0].double() @ operands[1].double().t()
     return exact_product(*operands, b_rows=SCALE_BLOCK if kind.scaling == "blocks" else 1)

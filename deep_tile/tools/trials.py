@@ -99,7 +99,8 @@ def _grouped_operands(problem: GemmProblem, rows: int, device: str) -> tuple[lis
     kind, n, k, groups = problem.product, problem.n, problem.k, problem.groups.count
     half = 1 if kind.scaling == "none" else 2
     weights = [operands_of(kind, (1, n, k), device, seed=group)[half:] for group in range(groups)]
-    of_groups = [with_aligned_rows(torch.stack(each)) for each in zip(*weights, strict=True)]
+    stacked = [torch.stack(each) for each in zip(*weights, strict=True)]
+    of_groups = [x if x.dtype == torch.uint8 else with_aligned_rows(x) for x in stacked]  # packed ones are contiguous
     return operands_of(kind, (rows, n, k), device)[:half], of_groups
 
 

@@ -6,12 +6,9 @@
 
 namespace deep_tile {
 
-// Arrivals that fill a slot: TMA's, one per warp that converts to it, or one per thread that writes sums, since racecheck
-// follows an mbarrier's arrivals but not __syncwarp.
+// Arrivals that fill a slot: TMA's, or those of the converter warps.
 template <GemmConfig config>
-constexpr int slot_writers = config.from_registers ? config.converter_warps * warp_threads
-                             : config.packed_b()   ? config.converter_warps
-                                                   : 1;
+constexpr int slot_writers = config.packed_b() ? config.converter_warps * config.slot_lanes() : 1;
 
 // Makes the full mbarriers. The operand warp does so, because its first requests need them and follow at once: caches
 // are cold, instruction caches included, and every step counts. Math warp 0 makes the others meanwhile. A first request
@@ -57,7 +54,7 @@ __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>&
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
                 ptx::mbarrier_init(ptx::smem_address(&smem.slots.empty[slot]),
-                                   math_warps * (config.b_stages > 0 && config.packed_b() ? 1 : warp_threads));
+                                   math_warps * config.slot_lanes());
             }
         }
 #pragma unroll

@@ -30,8 +30,11 @@ struct GemmConfig {
     int block_sets;
     bool pairs, carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b;
     bool bulk_scales, reads_runs, reads_any_runs;
-    int b_stages, b_slots, b_slot_bytes, b_group, b_unit_bytes, unit_stages, k_parts;
-    bool from_registers;
+    int b_stages, b_slots, b_slot_bytes, b_group;
+    bool b_integers;
+    int chains, b_unit_bytes, unit_stages;
+    int k_parts;
+    bool from_registers, swap_ab;
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
@@ -67,6 +70,12 @@ struct GemmConfig {
     constexpr bool a_has_tail_map() const { return a_span == 0 && !row_groups(); }
     constexpr bool cuts_b() const { return transposed && b_span > 0 && b_rows == block_n; }  // the matrix's last box
     constexpr bool packed_b() const { return b_group > 0; }  // `b` has 4 bits in memory, and 8 where WGMMA reads it
+    constexpr bool has_tables() const { return packed_b() && !b_integers; }  // of what its codes become
+    constexpr int table_group() const { return b_integers ? 128 : b_group; }  // codes per table; a K block if none
+
+    // Lanes of a warp that arrive at a slot's mbarriers. One suffices for a `b` that WGMMA alone reads: racecheck
+    // follows an mbarrier's arrivals but not __syncwarp.
+    constexpr int slot_lanes() const { return b_stages > 0 && packed_b() && chains == 1 ? 1 : 32; }
     constexpr bool has_slots() const { return b_stages > 0 || from_registers; }
     constexpr bool resident_b() const { return b_stages > 0 && !packed_b(); }
     constexpr bool moves_registers() const { return math_warpgroups == 2 || packed_b(); }  // by setmaxnreg
@@ -97,6 +106,7 @@ constexpr int all_barrier = 0;
 constexpr int others_barrier = 9;        // math warp 0 has made its mbarriers; the operand warp may use them
 constexpr int apart_barrier = 10;        // math warpgroup 0 has multiplied its tile; 1 may issue its last WGMMAs
 constexpr int tables_barrier = 11;       // the converter warps have written the tables
+constexpr int exchange_barrier = 12;     // the math warpgroups have written, or read, the sums that they exchange
 constexpr int own_barrier = 1;           // the warpgroup by itself
 constexpr int turn_barrier = 3;          // its turn to issue WGMMAs
 constexpr int boxes_full_barrier = 5;    // its output boxes are written
@@ -162,6 +172,25 @@ struct UnitBarriers<config, true> {
     u64 empty[config.unit_stages];
 };
 
+// Scales of a packed `b`'s groups, which the converter warps write for the math warps: four per row and K block.
+template <GemmConfig config, bool exist = config.swap_ab>
+struct SlotScales {};
+
+template <GemmConfig config>
+struct SlotScales<config, true> {
+    static_assert(config.chains == 4, "a uint2 holds the scales of a row");
+    alignas(16) u16 group_scale[config.b_slots][config.scale_blocks][config.block_n][4];
+};
+
+// Sums of 64 rows that math warpgroups exchange if they multiply with swapped operands.
+template <GemmConfig config, bool exist = config.swap_ab>
+struct Exchange {};
+
+template <GemmConfig config>
+struct Exchange<config, true> {
+    alignas(16) float sums[mma_m][config.block_n + 4];
+};
+
 // Tiles to which the stages of units belong, for converter warps that multiply and have no scheduler.
 template <GemmConfig config, bool exist = config.from_registers>
 struct UnitTiles {};
@@ -181,6 +210,8 @@ struct alignas(1024) SharedStorage : Partials<config> {
     [[no_unique_address]] PackedOperand<config> packed;
     alignas(16) float a_scale[config.scale_stages()][config.scale_blocks][config.has_scales() ? config.block_m : 4];
     alignas(16) float b_scale[config.scale_stages()][config.scale_blocks][(config.b_scale_slots + 3) / 4 * 4];
+    [[no_unique_address]] SlotScales<config> groups;
+    [[no_unique_address]] Exchange<config> exchange;
     u64 full[config.stages];
     u64 empty[config.stages];
     u64 partial_full[config.math_warpgroups];

@@ -9,9 +9,10 @@
 // of the first half as its codes 0 to 3. Converted, a word is the two registers of 32 of K that a thread gives WGMMA
 // for a row of an `a` in registers; the halves of a column's words are two pieces of 16 contiguous bytes.
 //
-// Integers need no table, since each row of a K block has one scale, which promotion applies. Up to 2^-5 the bytes of
-// e4m3 count in steps of 2^-9, so 2^-8 times an integer's magnitude has the byte 2 * magnitude. A nibble holds this
-// byte, or, for a negative integer, the byte minus 1: bit 0 is the sign. Byte i of a word has integers i and i + 4.
+// Integers need no table, since promotion applies their scales: one for each row of a K block, or FP16 numbers of its
+// groups, whose products are WGMMA chains of their own (swap_ab.cuh). Up to 2^-5 the bytes of e4m3 count in steps of
+// 2^-9, so 2^-8 times an integer's magnitude has the byte 2 * magnitude. A nibble holds this byte, or, for a negative
+// integer, the byte minus 1: bit 0 is the sign. Byte i of a word has integers i and i + 4.
 #pragma once
 
 #include "formats.cuh"
@@ -69,7 +70,7 @@ __device__ __forceinline__ u32 four_integers(u32 codes, int half) {
     return bytes + (bytes & 0x01010101) * 0x81;
 }
 
-// Converts a half of a word, by group size. Groups as long as a K block are integers.
+// Converts a half of a word, by GemmConfig.table_group(): a K block for integers, whatever their groups.
 template <int group>
 __device__ __forceinline__ u32 four_elements(u32 codes, uint2 table, int half) {
     return group == scale_block ? four_integers(codes, half) : four_by_table(codes, selectors_of(codes), table, half);

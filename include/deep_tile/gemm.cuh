@@ -7,6 +7,8 @@
 //   scale warps, up to 3          cp.async copies a, b scales, a stage each      wait empty, arrive on full
 //   store warps, if any are left  TMA-store output boxes                         wait boxes full, arrive boxes empty
 //   math warpgroups 0 (and 1)     WGMMA, FP32 promotion; epilogue, own rows      wait full, arrive on empty
+//                                 or rows of a packed b times rows of a, and     wait full, slot full; arrive on empty,
+//                                 an exchange of a tile's sums (swap_ab.cuh)     slot empty
 //   unit warp, if b is packed     bulk copies of 4-bit b to a ring of its own    waits units empty, expects bytes on full
 //   converter warps, likewise     convert 4-bit b of that ring to 8 bits, in a   wait units full, slot empty; arrive on
 //                                 slot                                           units empty, slot full
@@ -25,15 +27,17 @@
 //   units full    converter warps       1 unit lane + bytes of bulk copies       a K block of a packed b has landed
 //   units empty   unit warp             every converter thread                   it has been read
 //   slot full     math warpgroups       1 per converter warp; per thread, if     a K block of b has been converted, or
-//                                       these multiply                           a tile multiplied
+//                                       these multiply, or write groups' scales  a tile multiplied
 //   slot empty    converter warps       1 per math warp; per thread, if          no reader needs it any more
-//                                       converter warps multiply
+//                                       converter warps multiply, or slots have
+//                                       groups' scales
 //   boxes full    a store warp          a math warpgroup's threads               its output boxes are written
 //   boxes empty   a math warpgroup      its store warp's threads                 their buffers have been read
 //   own           a math warpgroup      its threads, if they store boxes         a box is written; a buffer is free
 //                                       together without a store warp
 //   turn          a math warpgroup      the other one's threads                  the other has issued its WGMMAs
 //   apart         math warpgroup 1      math warpgroup 0's threads               warpgroup 0 has multiplied its tile
+//   exchange      math warpgroups       every math thread, twice per 64 rows     sums have been read; written
 //   all           all but operand warp  every thread, once                       mbarriers exist, cluster-wide
 //   others        operand warp          math warp 0 (only without a cluster)     all but the full mbarriers exist
 //
@@ -48,11 +52,15 @@
 #include "packed_b.cuh"
 #include "reduce.cuh"
 #include "register_b.cuh"
+#include "swap_ab.cuh"
 
 namespace deep_tile {
 
 template <GemmConfig config>
-using TileLoop = typename Conditional<config.from_registers, Collect<config>, MainLoop<config>>::type;
+using UnswappedLoop = typename Conditional<config.from_registers, Collect<config>, MainLoop<config>>::type;
+
+template <GemmConfig config>
+using TileLoop = typename Conditional<config.swap_ab, SwapAB<config>, UnswappedLoop<config>>::type;
 
 // Consumes every tile assigned to this CTA: at least one in a dense grid (grid_size in schedule.py), perhaps none with
 // groups. Tile coordinates are computed after the tile's first WGMMAs are issued if these need not wait, otherwise
@@ -76,7 +84,7 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
         if constexpr (config.chunks == 1) tile = tiles.next();
         loop.turn_to_tile(tiles);
         Accumulators<config> sums;
-        if constexpr (config.begins_with_bias() && !config.from_registers) {
+        if constexpr (config.begins_with_bias() && !config.from_registers && !config.swap_ab) {
             begin_with_bias<config>(params, sums, tile.out_column());
         } else {
             loop.clear(sums);

@@ -220,6 +220,10 @@ __device__ __forceinline__ void st_shared(u32 smem, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(value) : "memory");
 }
 
+__device__ __forceinline__ void st_shared(u32 smem, u32 bits) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem), "r"(bits) : "memory");
+}
+
 __device__ __forceinline__ void st_shared(u32 smem, u16 bits) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem), "h"(bits) : "memory");
 }

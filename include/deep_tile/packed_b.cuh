@@ -1,8 +1,10 @@
 // Packed `b`: converts 4-bit weights to e4m3 for WGMMA, between TMA and the math warpgroups.
 //
 // Memory holds `b` in units, 16 rows by one K block: four columns, each with 16 bytes per row (32 codes, in the order
-// of fourbit.cuh); then one byte per group scale, row by row (packed.py packs). A tile's units for one K block are
-// contiguous, so one bulk copy fetches them.
+// of fourbit.cuh); then the scales of groups, row by row: a byte each; or of integers FP16, and then an unused byte per
+// row (packed.py packs). A tile's units for one K block are contiguous, so one bulk copy fetches them.
+//
+// Scales in bytes select tables. Those in FP16 are promotion's, and slots have them beside the elements.
 #pragma once
 
 #include "boxes.cuh"
@@ -94,7 +96,7 @@ template <GemmConfig config>
 __device__ __forceinline__ void write_tables(SharedStorage<config>& smem, int warp) {
     constexpr int threads = config.converter_warps * warp_threads;
     for (int table = warp * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
-        smem.packed.tables[table] = table_of<config.b_group>(table);
+        smem.packed.tables[table] = table_of<config.table_group()>(table);
     }
     ptx::bar_sync(tables_barrier, threads);
 }
@@ -110,7 +112,7 @@ class Converter {
     struct Unit {
         uint4 codes[2];
         u32 scales;
-        uint2 tables[config.b_group < scale_block ? 2 * 32 / config.b_group : 1];
+        uint2 tables[config.has_tables() ? 2 * 32 / config.b_group : 1];
     };
 
     static constexpr int all_units = config.scale_blocks * tile_units<config>;  // per stage
@@ -133,11 +135,11 @@ class Converter {
 
     // Reads this warp's unit `i` of a stage.
     __device__ __forceinline__ Unit read(int stage, int i) const {
-        using Bits = typename Conditional<groups == 1, u16, u32>::type;
+        using Bits = typename Conditional<scale_bytes == 1, u16, u32>::type;
         Unit unit;
         const int own = i * config.converter_warps + warp_;
         const u32 from = ptx::smem_address(&smem_.packed.units[stage][own * config.b_unit_bytes]);
-        if constexpr (has_tables) unit.scales = ptx::ld_shared<Bits>(from + scales_offset());
+        if constexpr (scale_bytes > 0) unit.scales = ptx::ld_shared<Bits>(from + scales_offset());
 #pragma unroll
         for (int j = 0; j < 2; ++j) unit.codes[j] = ptx::ld_shared_v4(from + codes_offset() + j * unit_rows * column_bytes);
         return unit;
@@ -161,6 +163,7 @@ class Converter {
             const uint2 first = unit.tables[j * groups], last = unit.tables[j * groups + (has_tables ? groups - 1 : 0)];
             write_column(to ^ 2 * j << 4, unit.codes[j], first, last);
         }
+        if constexpr (config.swap_ab) write_group_scales(to, unit.scales);
     }
 
     // Advances to the next slot.
@@ -173,8 +176,9 @@ class Converter {
     static constexpr int slot_bytes = config.block_n * config.k_bytes;
     static constexpr int columns = 4;                   // with 32 codes each, per K block
     static constexpr int column_bytes = 16;             // per row
-    static constexpr bool has_tables = config.b_group < scale_block;
-    static constexpr int groups = has_tables ? 32 / config.b_group : 0;  // per column
+    static constexpr bool has_tables = config.has_tables();
+    static constexpr int groups = has_tables ? 32 / config.b_group : 0;                 // with tables, per column
+    static constexpr int scale_bytes = has_tables ? groups : config.chains > 1 ? 2 : 0;  // per row and column
 
     static __device__ __forceinline__ int row() { return threadIdx.x % unit_rows; }
     static __device__ __forceinline__ int first_column() { return threadIdx.x % warp_threads / unit_rows * 2; }
@@ -182,7 +186,7 @@ class Converter {
     // Offsets for this lane: codes and scales in a unit, and its first 16-byte piece in a swizzled tile.
     static __device__ __forceinline__ u32 codes_offset() { return (first_column() * unit_rows + row()) * column_bytes; }
     static __device__ __forceinline__ u32 scales_offset() {
-        return columns * unit_rows * column_bytes + (row() * columns + first_column()) * groups;
+        return columns * unit_rows * column_bytes + (row() * columns + first_column()) * scale_bytes;
     }
     static __device__ __forceinline__ u32 piece_offset() {
         return row() * k_block_bytes + ((2 * first_column() ^ row() % 8) << 4);
@@ -190,11 +194,18 @@ class Converter {
 
     // Writes a row's 32 elements of a column, two pieces of the 128-byte swizzle, by the tables of its halves.
     static __device__ __forceinline__ void write_column(u32 to, uint4 codes, uint2 first, uint2 last) {
-        constexpr auto converted = eight_elements<config.b_group>;
+        constexpr auto converted = eight_elements<config.table_group()>;
         const uint2 x = converted(codes.x, first, last), y = converted(codes.y, first, last);
         const uint2 z = converted(codes.z, first, last), w = converted(codes.w, first, last);
         ptx::st_shared_v4(to, x.x, y.x, z.x, w.x);
         ptx::st_shared_v4(to ^ 1 << 4, x.y, y.y, z.y, w.y);
+    }
+
+    // Writes the scales of two columns, one group each, for the row whose elements are at `to`.
+    __device__ __forceinline__ void write_group_scales(u32 to, u32 scales) const {
+        const u32 row = (to - ptx::smem_address(smem_.b[0])) / k_block_bytes;
+        const u32 at = ptx::smem_address(smem_.groups.group_scale[0][0][0]) + (row * columns + first_column()) * scale_bytes;
+        ptx::st_shared(at, scales);
     }
 
     SharedStorage<config>& smem_;
@@ -215,7 +226,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
     wait(smem.units.full[0], 0);
     Unit present = converter.read(0, 0);
     converter.look_up(present);
-    const bool arrives = threadIdx.x % warp_threads == 0;
+    const bool arrives = threadIdx.x % warp_threads < config.slot_lanes();
     // Slots advance at the end of a step. Otherwise ptxas keeps a copy of the earlier slot number in a register of each
     // lane, and lets the warp diverge at the wait.
 #pragma unroll 1

@@ -1,76 +1,51 @@
-// Packed `b` from registers: in 32-row tiles, converter warpgroups multiply what they convert.
+// Packed `b` from registers: in tiles of 32 and 64 rows, converter warpgroups multiply what they convert.
 //
-// Rows of `b` are WGMMA's rows, from registers, and rows of `a` its columns: 16 or, if the tile has more, 32; in groups,
-// whose scheduler takes much code, always 32. Converted weights thus do not pass shared memory, and few rows of `a` take
-// little tensor time. A warpgroup has 64 rows of `b`, a warp 16 of them, a unit of each K block (packed_b.cuh). With up to 64 columns, both
+// Rows of `b` are WGMMA's rows, from registers, and rows of `a` its columns (swap_ab.cuh): 16 or, if the tile has more,
+// 32; in groups, whose scheduler takes much code, never 16. Converted weights thus do not pass shared memory, and few
+// rows of `a` take little tensor time. More than 32 rows are two chunks, by which a K block is multiplied one after the
+// other.
+//
+// A warpgroup has 64 rows of `b`, a warp 16 of them, a unit of each K block (packed_b.cuh). With up to 64 columns, both
 // warpgroups have the same rows and half of a stage's K blocks each. They leave a tile's sums in shared memory, from
 // which the math warpgroup takes them as its own accumulators.
 //
 // These kernels wait for HBM, and are fastest with few stages (select/defaults.py).
 #pragma once
 
-#include "finish.cuh"
-#include "packed_b.cuh"
-#include "warpgroup.cuh"
+#include "swap_ab.cuh"
 
 namespace deep_tile {
 
-// A tile's sums in shared memory, by part of the stage's K blocks, row of `a` and row of `b`.
+// Shared-memory address of the sums of a part of the stage's K blocks.
 template <GemmConfig config>
-struct TileSums {
-    static constexpr int stride = config.block_n + 4;  // floats; converter lanes write to 32 banks
+__device__ __forceinline__ u32 sums_address(SharedStorage<config>& smem, int part) {
+    return ptx::smem_address(smem.b[0]) + part * config.block_m * TileSums<config>::stride * sizeof(float);
+}
 
-    static __device__ __forceinline__ u32 address(SharedStorage<config>& smem, int part, int row, int column) {
-        return ptx::smem_address(smem.b[0]) + ((part * config.block_m + row) * stride + column) * sizeof(float);
-    }
-};
-
-// Main loop of the math warpgroup: takes sums from the converter warpgroups. The interface is that of LoopState.
+// Main loop of the math warpgroup: takes sums from the converter warpgroups.
 template <GemmConfig config>
-class Collect {
+class Collect : public TakesSums<config> {
    public:
     __device__ __forceinline__ Collect(const GemmParams& params, SharedStorage<config>& smem, int)
-        : smem_(smem), range_(k_range<config>(params)) {}
-
-    __device__ __forceinline__ int steps() const { return range_.end - range_.begin; }
-    __device__ __forceinline__ void acquire() const {}
-    __device__ __forceinline__ void begin_tile() const {}
-    __device__ __forceinline__ void end() const {}
-    template <typename Scheduler>
-    __device__ __forceinline__ void turn_to_tile(const Scheduler&) const {}
-
-    __device__ __forceinline__ void clear(Accumulators<config>& sums) const {
-#pragma unroll
-        for (int i = 0; i < config.mma_n / 2; ++i) sums[0][0][i] = 0;
-    }
+        : TakesSums<config>(params), smem_(smem) {}
 
     // Adds this CTA's part of a tile to `sums`, in the warps that have rows of it.
     template <typename Meanwhile>
     __device__ __forceinline__ void multiply(Accumulators<config>& sums, int, bool, Meanwhile) {
         const int thread = threadIdx.x % warpgroup_threads, row = thread / warp_threads * 16;
         wait(smem_.slots.full[0], phase_);
-        if (row < config.block_m) add(sums, row);
+        if (row < config.block_m) {
+#pragma unroll
+            for (int part = 0; part < config.k_parts; ++part) {
+                TileSums<config>::add(sums_address<config>(smem_, part), row, sums[0][0]);
+            }
+        }
         ptx::mbarrier_arrive(ptx::smem_address(&smem_.slots.empty[0]));
         phase_ ^= 1;
     }
 
    private:
-    __device__ __forceinline__ void add(Accumulators<config>& sums, int row) const {
-        const int lane = threadIdx.x % warp_threads;
-#pragma unroll
-        for (int part = 0; part < config.k_parts; ++part) {
-#pragma unroll
-            for (int i = 0; i < config.block_n / 4; ++i) {  // pairs of columns
-                const u32 at = TileSums<config>::address(smem_, part, row + lane / 4 + i % 2 * 8, i / 2 * 8 + lane % 4 * 2);
-                const uint2 pair = ptx::ld_shared_v2(at);
-                sums[0][0][2 * i] += __uint_as_float(pair.x);
-                sums[0][0][2 * i + 1] += __uint_as_float(pair.y);
-            }
-        }
-    }
-
     SharedStorage<config>& smem_;
-    const KRange range_;
     u32 phase_ = 0;
 };
 
@@ -98,24 +73,31 @@ class RegisterMultiplier {
         while (const int rows = __shfl_sync(0xffffffff, smem_.tiles.rows[state_.stage], 0)) {
             const int column = smem_.tiles.column[state_.stage];
             if (rows <= 16 && !config.grouped()) {
-                multiply<16>(column, steps);
+                multiply<16, 1>(column, steps);
+            } else if (rows <= 32 || config.block_m == 32) {
+                multiply<32, 1>(column, steps);
             } else {
-                multiply<32>(column, steps);
+                multiply<32, config.block_m / 32>(column, steps);
             }
         }
     }
 
    private:
     using State = PipelineState<config.stages>;
-    using Operand = u32[k_block_bytes / mma_k_bytes][4];  // of each WGMMA in a K block
-    using Scales = typename Conditional<config.b_group == 16, uint2, u32>::type;
+    using Scales = typename Conditional<(config.b_group == 16 || config.chains > 1), uint2, u32>::type;  // of a row
+
+    // A K block's elements, for each WGMMA, and, of integers in groups, the scales of both rows.
+    struct Operand {
+        u32 elements[k_block_bytes / mma_k_bytes][4];
+        Scales scales[config.chains > 1 ? 2 : 1];
+    };
 
     static constexpr int row_groups = config.block_n > mma_m ? 2 : 1;
     static constexpr int blocks = config.scale_blocks / config.k_parts;  // of a stage, per warpgroup
-    static constexpr bool has_tables = config.b_group < scale_block;
+    static constexpr bool has_tables = config.has_tables();
     static constexpr int groups = has_tables ? mma_k_bytes / config.b_group : 0;  // per WGMMA
     static_assert(config.unit_stages == config.stages, "rings of other depths than the multiplier's state");
-    static_assert(blocks == 1 || blocks == 2, "K blocks of a stage without a loop for them");
+    static_assert(blocks == 1 || blocks % 2 == 0, "the last K block of a stage has the operand of the first");
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % warp_threads; }
 
@@ -136,7 +118,8 @@ class RegisterMultiplier {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             Scales scales;
-            if constexpr (has_tables) scales = read_scales(from, lane() / 4 + row * 8);
+            if constexpr (config.b_group < scale_block) scales = read_scales(from, lane() / 4 + row * 8);
+            if constexpr (config.chains > 1) operand.scales[row] = scales;
 #pragma unroll
             for (int column = 0; column < 4; ++column) {
                 uint2 tables[2] = {};
@@ -144,16 +127,16 @@ class RegisterMultiplier {
                     tables[0] = table(scales, column * groups);
                     tables[1] = groups > 1 ? table(scales, column * groups + 1) : tables[0];
                 }
-                const uint2 eight = eight_elements<config.b_group>(words[column][row], tables[0], tables[1]);
-                operand[column][row] = eight.x;
-                operand[column][row + 2] = eight.y;
+                const uint2 eight = eight_elements<config.table_group()>(words[column][row], tables[0], tables[1]);
+                operand.elements[column][row] = eight.x;
+                operand.elements[column][row + 2] = eight.y;
             }
         }
     }
 
     static __device__ __forceinline__ Scales read_scales(u32 unit, int row) {
         const u32 at = unit + unit_rows * k_block_bytes / 2 + row * sizeof(Scales);
-        if constexpr (config.b_group == 16) {
+        if constexpr (sizeof(Scales) == sizeof(uint2)) {
             return ptx::ld_shared_v2(at);
         } else {
             return ptx::ld_shared<u32>(at);
@@ -183,104 +166,83 @@ class RegisterMultiplier {
         await_units(operand, next);
     }
 
-    // Issues the WGMMAs of a K block.
+    // Issues the WGMMAs of a K block with the rows of `a` from `row` on.
     template <int count>
-    __device__ __forceinline__ void begin(float (&products)[count], const Operand& operand, int block) const {
-        const u32 a = a_ + config.block_m * (state_.stage * config.k_bytes + in_stage(block) * k_block_bytes) / 16;
-        pin(products);
+    __device__ __forceinline__ void begin(Chains<config, count>& products, const Operand& operand, int block, int row) const {
+        const int first = config.block_m * (state_.stage * config.scale_blocks + in_stage(block)) + row;
+        const u32 a = a_ + first * (k_block_bytes / 16);
+        pin_chains<config>(products);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < k_block_bytes / mma_k_bytes; ++k) {
-            wgmma(products, operand[k], matrix_descriptor(a + k * mma_k_bytes / 16, OperandLayout<0>::high), k != 0);
+        for (int k = 0; k < k_block_bytes; k += mma_k_bytes) {
+            wgmma(products[k / chain_bytes<config>], operand.elements[k / mma_k_bytes],
+                  matrix_descriptor(a + k / 16, OperandLayout<0>::high), k % chain_bytes<config> != 0);
         }
         ptx::wgmma_commit_group();
     }
 
-    // Awaits the WGMMAs of a K block. Until then `operand` stays in its registers.
+    // Awaits the WGMMAs of a K block, until then with `operand` in its registers, and adds the products.
     template <int count>
-    static __device__ __forceinline__ void finish(float (&products)[count], const Operand& operand) {
+    __device__ __forceinline__ void finish(float (&sums)[count], Chains<config, count>& products, const Operand& operand,
+                                           int block, int first_row) const {
         ptx::wgmma_wait_group<0>();
-        pin(products);
+        pin_chains<config>(products);
 #pragma unroll
-        for (int i = 0; i < 16; ++i) asm volatile("" ::"r"(operand[i / 4][i % 4]));
-    }
-
-    // Adds the products, scaled. Registers 4j to 4j + 3 hold rows 8j and 8j + 1 (plus 2 * (lane % 4)) of `a`, for two rows
-    // of `b`. a_scale_slot() keeps the scales of sixteen rows such that a lane reads its four at once.
-    template <int count>
-    __device__ __forceinline__ void promote(float (&sums)[count], const float (&products)[count], int block) const {
-        const float* of_a = smem_.a_scale[state_.stage][in_stage(block)];
+        for (int i = 0; i < 16; ++i) asm volatile("" ::"r"(operand.elements[i / 4][i % 4]));
+        const float* of_a = smem_.a_scale[state_.stage][in_stage(block)] + first_row;
         const float* of_b = smem_.b_scale[state_.stage][in_stage(block)];
         const int row = unit_in_tile() * unit_rows + lane() / 4;
         const float first = of_b[row / config.b_scale_columns];
-        const float b[2] = {first, config.column_scales ? of_b[row + 8] : first};
-#pragma unroll
-        for (int i = 0; i < count; i += 8) {
-            const uint4 four = ptx::ld_shared_v4(ptx::smem_address(of_a + 2 * i + lane() % 4 * 4));
-            const u32 a[2][2] = {{four.x, four.z}, {four.y, four.w}};
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                sums[i + j] += __uint_as_float(a[j / 4][j % 2]) * b[j / 2 % 2] * products[i + j];
-            }
+        if constexpr (config.chains > 1) {
+            const float4 scales[2] = {floats_of(operand.scales[0]) * first, floats_of(operand.scales[1]) * first};
+            promote_swapped<config>(sums, products, scales, of_a);
+        } else {
+            const float scales[2] = {first, config.column_scales ? of_b[row + 8] : first};
+            promote_swapped<config>(sums, products, scales, of_a);
         }
     }
 
-    // Clears a tile's sums, or lets those of the first K part begin with the bias; the tile's first column is `column`.
-    template <int count>
-    __device__ __forceinline__ void clear(float (&sums)[count], int column) const {
-        float bias[2] = {};
-        if constexpr (config.begins_with_bias()) {
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                const float value = bias_value<config>(bias_bits<config>(params_, column + unit_ * unit_rows + lane() / 4 + row * 8));
-                bias[row] = part_ == 0 ? value : 0;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < count; ++i) sums[i] = bias[i / 2 % 2];
-    }
-
-    // Multiplies a tile with up to `rows` rows, whose first column is `column`.
-    template <int rows>
+    // Multiplies a tile, whose first column is `column`, by up to `chunks` x `rows` rows.
+    template <int rows, int chunks>
     __device__ __forceinline__ void multiply(int column, int steps) {
-        float sums[rows / 2], products[rows / 2];
-        clear(sums, column);
+        float sums[chunks][rows / 2];
+        Chains<config, rows / 2> products;
+#pragma unroll
+        for (int i = 0; i < chunks; ++i) {
+            clear_swapped<config>(params_, sums[i], column + unit_ * unit_rows + lane() / 4, part_ == 0);
+        }
 #pragma unroll 1
         for (; steps > 0; --steps) {
             Operand other;
             State next = state_;
             next.advance();
             wait(smem_.full[state_.stage], state_.phase);
-            begin(products, operand_, 0);
-            if constexpr (blocks == 2) {
-                convert(other, state_.stage, 1);
-                finish(products, operand_);
-                promote(sums, products, 0);
-                begin(products, other, 1);
-                turn_to_next_units(operand_, next);
-                finish(products, other);
-                promote(sums, products, 1);
-            } else {
-                turn_to_next_units(other, next);
-                finish(products, operand_);
-                promote(sums, products, 0);
 #pragma unroll
-                for (int i = 0; i < 16; ++i) operand_[i / 4][i % 4] = other[i / 4][i % 4];
+            for (int block = 0; block < blocks; ++block) {
+                Operand &present = block % 2 == 0 ? operand_ : other, &following = block % 2 == 0 ? other : operand_;
+#pragma unroll
+                for (int chunk = 0; chunk < chunks; ++chunk) {
+                    begin(products, present, block, chunk * rows);
+                    if (chunk == 0 && block + 1 < blocks) convert(following, state_.stage, block + 1);
+                    if (chunk == 0 && block + 1 == blocks) turn_to_next_units(following, next);
+                    finish(sums[chunk], products, present, block, chunk * rows);
+                }
             }
+            if constexpr (blocks == 1) operand_ = other;
             releaser_.release(state_.stage);
             state_ = next;
         }
         store(sums);
     }
 
-    template <int count>
-    __device__ __forceinline__ void store(const float (&sums)[count]) {
+    template <int chunks, int count>
+    __device__ __forceinline__ void store(const float (&sums)[chunks][count]) {
         wait(smem_.slots.empty[0], phase_ ^ 1);
         if (unit_ < tile_units<config>) {
 #pragma unroll
-            for (int i = 0; i < count; ++i) {
-                const int row = i / 4 * 8 + lane() % 4 * 2 + i % 2, column = unit_ * unit_rows + lane() / 4 + i / 2 % 2 * 8;
-                ptx::st_shared(TileSums<config>::address(smem_, part_, row, column), sums[i]);
+            for (int i = 0; i < chunks; ++i) {
+                const u32 to = sums_address<config>(smem_, part_) + i * 2 * count * TileSums<config>::stride * sizeof(float);
+                TileSums<config>::write(to, unit_ * unit_rows + lane() / 4, sums[i]);
             }
         }
         ptx::mbarrier_arrive(ptx::smem_address(&smem_.slots.full[0]));

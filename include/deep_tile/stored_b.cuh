@@ -105,7 +105,7 @@ class ConvertedB : public RingB<config> {
     }
     __device__ __forceinline__ void advance(int) { state_.advance(); }
     __device__ __forceinline__ void release(SharedStorage<config>& smem, int slot) const {
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.empty[slot]), threadIdx.x % warp_threads == 0);
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.empty[slot]), threadIdx.x % warp_threads < config.slot_lanes());
     }
 
    private:

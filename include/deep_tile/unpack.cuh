@@ -1,6 +1,6 @@
 // Unpacks a 4-bit weight to FP8 in memory, for large GEMMs, which would wait for the converter warps (packed_b.cuh).
 //
-// deep_tile/cast.py launches it; packed.as_fp8 is the definition, equal in every bit. A warp takes a unit: eight lanes
+// deep_tile/cast.py launches it; packed.elements is the definition, equal in every bit. A warp takes a unit: eight lanes
 // have 16 codes of a row each, and write one cache line. Two lanes read the same column, of which each has a half.
 #pragma once
 
