@@ -35,7 +35,7 @@ _INTEGERS = (*range(0, 16, 2), *range(15, 0, -2))
 _INTEGER_STEP = 2.0**-8
 """Factor of an integer that makes it an e4m3 number; its scale is divided by it."""
 
-_KINDS = {"int4_32": "int4_32", "int4_64": "int4_32", "int4_128": "int4"}
+KINDS_OF_INT4 = {"int4_32": "int4_32", "int4_64": "int4_32", "int4_128": "int4"}
 """Kinds of INT4 by the format's name; other formats' kinds have the same name."""
 
 _LARGEST_EXPONENT = 14
@@ -113,7 +113,7 @@ def pack_weight(
     """
     weight, scale = blocks.checked("pack_weight", weight, scale)
     source = formats.source_of(weight, scale, format, (0, 0), global_scale)
-    kind = PACKED.get(_KINDS.get(source.name, source.name))
+    kind = PACKED.get(KINDS_OF_INT4.get(source.name, source.name))
     if kind is None:
         raise ValueError(
             f"{formats.seen(weight, scale)}, which is {source.name!r}; formats that can be packed are {_names()}: "

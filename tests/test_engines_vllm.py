@@ -37,9 +37,11 @@ from deep_tile.integrations import vllm as plugin
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 FLOOR = {"amax_floor": 1e-10}
-OURS = [f"deep_tile.integrations.vllm_{name}" for name in ("linear", "experts", "passes", "mxfp4")]
-LINEAR, EXPERTS, PASSES, MXFP4 = OURS
+OURS = [f"deep_tile.integrations.vllm_{name}" for name in ("linear", "experts", "passes", "packed", "mxfp4", "int4")]
+LINEAR, EXPERTS, PASSES, PACKED, MXFP4, INT4 = OURS
 METHODS = "vllm.model_executor.layers.quantization.mxfp4"
+COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+WNA16 = f"{COMPRESSED}.compressed_tensors_moe_wna16"
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle.fp8"
 BLOCK_KEYS = ("128x128", "1x128")
 
@@ -135,6 +137,7 @@ class FusedMoEExpertsModular:
     w2_scale = property(lambda self: self.quant_config.w2_scale)
     w1_bias = property(lambda self: self.quant_config.w1_bias)
     w2_bias = property(lambda self: self.quant_config.w2_bias)
+    block_shape = property(lambda self: self.quant_config.block_shape)
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -223,6 +226,38 @@ class Fp8MoeBackend(Enum):
     DEEPGEMM = "DEEPGEMM"
 
 
+# ---- vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_wna16.py
+
+
+class WNA16MoEBackend(Enum):
+    MARLIN = "MARLIN"
+    TRITON = "TRITON"
+
+
+class Prepared(NamedTuple):
+    """FusedMoEKernel."""
+
+    prepare_finalize: str
+    fused_experts: FusedMoEExpertsModular
+
+
+def wna16_method(name: str, chosen: WNA16MoEBackend = WNA16MoEBackend.MARLIN) -> dict:
+    """What a module with a method for INT4 holds, the class by its name."""
+
+    def init(self, weight_quant, input_quant, moe, layer_name=None):
+        self.weight_quant, self.moe = weight_quant, moe
+        self.wna16_backend, self.experts_cls = chosen, "its own"
+
+    def convert(backend, layer, quant_config, input_dtype, w13, w2, w13_scale, w2_scale, **others):
+        return backend, w13
+
+    def make(moe_quant_config, moe_config, experts_cls, backend=WNA16MoEBackend.MARLIN, routing_tables=None, **others):
+        return experts_cls
+
+    functions = {"convert_to_wna16_moe_kernel_format": convert, "make_wna16_moe_kernel": make}
+    return functions | {name: type(name, (), {"__init__": init})}
+
+
 class Platform:
     """A platform with one GPU of a compute capability, or with none."""
 
@@ -248,21 +283,29 @@ def vllm(monkeypatch):
     def select_mxfp4(config, activation_key=None):
         return "MARLIN", "its own"
 
+    def prepare_finalize(moe, quant_config, routing_tables=None, allow_new_interface=False, use_monolithic=False):
+        return f"for {routing_tables}" if allow_new_interface else None
+
     def convert_mxfp4(mxfp4_backend, layer, w13_weight, **others):
         return mxfp4_backend, w13_weight
 
     mxfp4 = dict.fromkeys(("select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"), select_mxfp4)
     converts = ("convert_gpt_oss_weight_to", "convert_weight_to")
     mxfp4 |= dict.fromkeys((f"{name}_mxfp4_moe_kernel_format" for name in converts), convert_mxfp4)
+    wna16 = wna16_method("CompressedTensorsWNA16MoEMethod")
     fused_moe, layers = "vllm.model_executor.layers.fused_moe", "vllm.model_executor.layers"
     forms = SimpleNamespace(BatchedExperts="batched", Standard="standard")
     modular = {"FusedMoEExpertsModular": FusedMoEExpertsModular, "FusedMoEActivationFormat": forms}
-    modular |= {"TopKWeightAndReduce": object, "ExpertTokensMetadata": SimpleNamespace}
+    modular |= {"FusedMoEKernel": Prepared, "TopKWeightAndReduce": object, "ExpertTokensMetadata": SimpleNamespace}
     compilation = SimpleNamespace(inductor_compile_config={})
     steps = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64), compilation_config=compilation)
     modules = {
         "vllm": {"__version__": "0.30.1"},
-        "vllm.envs": {"environment_variables": {"VLLM_OTHER": lambda: "x"}, "VLLM_BATCH_INVARIANT": False},
+        "vllm.envs": {
+            "environment_variables": {"VLLM_OTHER": lambda: "x"},
+            "VLLM_BATCH_INVARIANT": False,
+            "VLLM_MARLIN_INPUT_DTYPE": None,
+        },
         "vllm.config": {"get_current_vllm_config": lambda: steps},
         "vllm.model_executor.kernels.linear": {
             "Fp8BlockScaledMMLinearKernel": Fp8BlockScaledMMLinearKernel,
@@ -274,7 +317,11 @@ def vllm(monkeypatch):
             "kFp8Static128BlockSym": BLOCK_KEYS[0],
             "kFp8Dynamic128Sym": BLOCK_KEYS[1],
             "kMxfp4Static": "mxfp4",
+            "kInt4Static": "int4",
         },
+        WNA16: dict(wna16),
+        f"{fused_moe}.oracle.int_wna16": {"WNA16MoEBackend": WNA16MoEBackend},
+        f"{fused_moe}.all2all_utils": {"maybe_make_prepare_finalize": prepare_finalize},
         f"{fused_moe}.oracle.mxfp4": {"_resolve_activation_key": lambda key: key},
         METHODS: dict(mxfp4),
         f"{layers}.quantization.fp8": {"select_fp8_moe_backend": select_fp8_moe_backend},
@@ -297,6 +344,8 @@ def vllm(monkeypatch):
         kernels=sys.modules["vllm.model_executor.kernels.linear"]._POSSIBLE_FP8_BLOCK_KERNELS,
         own_select=select_fp8_moe_backend,
         own_mxfp4=mxfp4,
+        own_wna16=wna16,
+        own_init=wna16["CompressedTensorsWNA16MoEMethod"].__init__,
         inductor=compilation.inductor_compile_config,
         selects=lambda: [sys.modules[name].select_fp8_moe_backend for name in (ORACLE, f"{layers}.quantization.fp8")],
     )
@@ -316,8 +365,10 @@ def experts(vllm):
 
 
 def is_untouched(vllm) -> bool:
-    methods = vars(sys.modules[METHODS])
+    methods, wna16 = vars(sys.modules[METHODS]), vars(sys.modules[WNA16])
     is_theirs = vllm.own_mxfp4.items() <= methods.items() and vllm.selects() == [vllm.own_select] * 2
+    is_theirs &= vllm.own_wna16.items() <= wna16.items()
+    is_theirs &= wna16["CompressedTensorsWNA16MoEMethod"].__init__ is vllm.own_init
     return vllm.kernels == {"cuda": ["DeepGEMM", "Triton"]} and is_theirs
 
 
@@ -734,7 +785,7 @@ def test_experts_have_vllms_signatures(experts, name):
     ids=str,
 )
 def test_experts_are_chosen_where_they_fit(vllm, caplog, changed, chosen):
-    plugin._say_once.cache_clear()
+    plugin.say_once.cache_clear()
     caplog.set_level(logging.INFO)
     plugin.register()
     select = vllm.selects()[1]
@@ -995,14 +1046,164 @@ def test_weights_that_cannot_be_packed_are_refused_with_the_remedy(vllm):
         methods(vllm).convert_weight_to_mxfp4_moe_kernel_format(mxfp4_backend=backend, layer=layer, **given)
 
 
+# ---- experts of INT4
+
+
+def weight_quant(group=32, **changed):
+    usual = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "actorder": None}
+    return SimpleNamespace(**usual | {"group_size": group} | changed)
+
+
+class Parameter(torch.nn.Parameter):
+    """With what vLLM says of it."""
+
+    def __new__(cls, data: torch.Tensor, is_transposed: bool):
+        made = super().__new__(cls, data.mT.contiguous() if is_transposed else data, requires_grad=False)
+        made.is_transposed = is_transposed
+        return made
+
+
+def int4_layer(group, is_transposed, device, count=4, hidden=256, width=128):
+    """What a method gives of a checkpoint, with columns' groups in the releases that transpose; and matrices."""
+    given, matrices = {"layer": None, "quant_config": weight_quant(group), "input_dtype": None}, []
+    for name, shape in zip(("w13", "w2"), shapes_of(count, hidden, width), strict=True):
+        integers = torch.randint(-8, 8, shape, device=device)
+        scale = (torch.rand(*shape[:2], shape[2] // group, device=device) + 0.01).bfloat16()
+        of_words = (integers + 8).unflatten(-1, (-1, 8)) << 4 * torch.arange(8, device=device)
+        given[name] = Parameter(of_words.sum(-1).to(torch.int32), is_transposed)
+        given[f"{name}_scale"] = Parameter(scale, is_transposed)
+        given |= {f"{name}_qzeros": None} | ({f"{name}_g_idx": torch.empty(count, shape[2])} if is_transposed else {})
+        matrices.append(integers * scale.float().repeat_interleave(group, -1))
+    return given, matrices
+
+
+def wna16(vllm, name="CompressedTensorsWNA16MoEMethod", module=WNA16):
+    plugin.register()
+    module = sys.modules[module]
+    return module, getattr(module, name)
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_weights", "is_ours"),
+    [
+        ({}, {}, True),
+        ({}, {"group": 64}, True),
+        ({}, {"group": 128, "actorder": "weight"}, True),
+        ({}, {"actorder": "static"}, True),
+        ({"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE}, {}, True),
+        ({}, {"actorder": "group"}, False),
+        ({}, {"symmetric": False}, False),
+        ({}, {"num_bits": 8}, False),
+        ({}, {"type": "float"}, False),
+        ({}, {"group": 256}, False),
+        ({}, {"group": None, "strategy": "channel"}, False),
+        ({"activation": MoEActivation.SWIGLUOAI}, {}, False),
+        ({"has_bias": True}, {}, False),
+        ({"in_dtype": torch.float16}, {}, False),
+        ({"moe_backend": "marlin"}, {}, False),
+        ({"moe_parallel_config": parallel(use_all2all_kernels=True, use_ag_rs_all2all_kernels=True)}, {}, False),
+        ({"moe_parallel_config": parallel(use_batched_activation_format=True)}, {}, False),
+    ],
+    ids=str,
+)
+def test_experts_of_int4_are_chosen_where_they_fit(vllm, of_config, of_weights, is_ours):
+    _, method = wna16(vllm)
+    made = method(weight_quant(**of_weights), None, moe=moe_config(**of_config))
+    chosen = made.wna16_backend.value, getattr(made.experts_cls, "__name__", made.experts_cls)
+    assert chosen == (("DEEP_TILE", "DeepTileInt4Experts") if is_ours else ("MARLIN", "its own"))
+
+
+def test_experts_of_int4_that_are_not_marlins_are_vllms(vllm, monkeypatch):
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_MARLIN_INPUT_DTYPE", "int8")
+    assert wna16(vllm)[1](weight_quant(), None, moe_config()).experts_cls == "its own"
+    plugin.unregister()
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_MARLIN_INPUT_DTYPE", None)
+    triton = wna16_method("CompressedTensorsWNA16MoEMethod", WNA16MoEBackend.TRITON)
+    add_modules(monkeypatch, {WNA16: triton})
+    assert wna16(vllm)[1](weight_quant(), None, moe_config()).experts_cls == "its own"
+
+
+@DEVICES
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("is_older", [False, True])
+def test_experts_of_int4_multiply(vllm, monkeypatch, caplog, device, group, is_older):
+    """Older releases have a method for Marlin alone, load words and scales with k first, and keep columns' groups."""
+    names, hidden = ("CompressedTensorsWNA16MoEMethod", WNA16), 256
+    if is_older:
+        names = "CompressedTensorsWNA16MarlinMoEMethod", f"{WNA16}_marlin"
+        add_modules(monkeypatch, {names[1]: wna16_method(names[0])})
+    plugin.say_once.cache_clear()
+    caplog.set_level(logging.INFO)
+    module, method = wna16(vllm, *names)
+    made, (given, wide) = method(weight_quant(group), None, moe_config()), int4_layer(group, is_older, device)
+    convert, make = module.convert_to_wna16_moe_kernel_format, module.make_wna16_moe_kernel
+    marlin = WNA16MoEBackend.MARLIN
+    assert convert(backend=marlin, **given)[0] is marlin
+    w1, w2, *scales = converted = convert(backend=made.wna16_backend, **given)
+    assert len(converted) == (14 if is_older else 10) and all(x is None for x in converted[-6:])
+    quantised = quant_config(*scales[:2], w1_bias=None, w2_bias=None, block_shape=[0, group])
+    others = {"moe_quant_config": quantised, "moe_config": moe_config(), "routing_tables": "all"}
+    assert make(**others, experts_cls="its own") == "its own"
+    prepared, experts = make(**others, experts_cls=made.experts_cls, backend=made.wna16_backend)
+    assert prepared == "for all" and experts.expects_unquantized_inputs
+    assert caplog.messages.count("Using DeepTileInt4Experts") == 1
+    x = (torch.randn(5, hidden, device=device) / (wide[0].std() * hidden**0.5)).bfloat16()
+    ids = torch.stack([torch.randperm(4, device=device)[:2] for _ in x]).int()
+    ids[0, 1] = -1
+    shares = torch.rand(5, 2, device=device)
+    assert relative_error(run_experts(experts, x, w1, w2, shares, ids), experts_of_tokens(x, ids, shares, *wide)) < 0.08
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 128])
+def test_experts_of_int4_compile_nothing_once_they_are_made(vllm, group):
+    module, method = wna16(vllm)
+    made, (given, _) = method(weight_quant(group), None, moe_config()), int4_layer(group, False, "cuda")
+    w1, w2, *scales = module.convert_to_wna16_moe_kernel_format(backend=made.wna16_backend, **given)
+    quantised = quant_config(*scales[:2], w1_bias=None, w2_bias=None, block_shape=[0, group])
+    experts = made.experts_cls(moe_config(), quantised)
+    before = deep_tile.compilations()
+    for tokens in (1, 7, 300, 3000):
+        x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
+        ids = torch.randint(0, 4, (tokens, 2), device="cuda").int()
+        run_experts(experts, x, w1, w2, torch.rand(tokens, 2, device="cuda"), ids)
+    assert deep_tile.compilations() == before
+
+
+def test_scales_that_fp16_cannot_hold_are_refused_with_the_remedy(vllm):
+    module, method = wna16(vllm)
+    made, (given, _) = method(weight_quant(), None, moe_config()), int4_layer(32, False, "cpu")
+    given["w2_scale"].data[0, 0, 0] = 2.0**-40
+    with pytest.raises(ValueError, match=r"FP16 does not hold it.*--moe-backend marlin"):
+        module.convert_to_wna16_moe_kernel_format(backend=made.wna16_backend, **given)
+
+
+# ---- releases with other functions
+
+
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_release_with_other_functions_has_block_fp8_served(vllm, monkeypatch, caplog, raises):
-    monkeypatch.delattr(sys.modules[METHODS], "select_deepseek_v4_mxfp4_moe_backend")
+@pytest.mark.parametrize(
+    ("name", "module", "function", "ours"),
+    [
+        ("MXFP4", METHODS, "select_deepseek_v4_mxfp4_moe_backend", MXFP4),
+        ("INT4", WNA16, "make_wna16_moe_kernel", INT4),
+        ("INT4", WNA16, "CompressedTensorsWNA16MoEMethod", INT4),
+    ],
+)
+def test_a_release_with_other_functions_has_all_else_served(
+    vllm, monkeypatch, caplog, raises, name, module, function, ours
+):
+    others = vars(sys.modules[module]).copy()
+    del others[function]
+    monkeypatch.delattr(sys.modules[module], function)
     if raises:  # half a plugin must not be: its kernels would serve while the cache's key denies it
-        broken = SimpleNamespace(hook=lambda: 1 / 0)
-        monkeypatch.setitem(sys.modules, "deep_tile.integrations.vllm_mxfp4", broken)
+        monkeypatch.setitem(sys.modules, ours, SimpleNamespace(hook=lambda: 1 / 0))
     plugin.register()
     assert engines.has_entered(engines.VLLM)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "MXFP4" in record.getMessage() and vllm.kernels["cuda"][0].__name__.startswith("DeepTile")
-    assert sys.modules[METHODS].select_mxfp4_moe_backend is vllm.own_mxfp4["select_mxfp4_moe_backend"]
+    assert name in record.getMessage() and vllm.kernels["cuda"][0].__name__.startswith("DeepTile")
+    assert vars(sys.modules[module]) == others
+    select = sys.modules[METHODS].select_mxfp4_moe_backend
+    is_mxfp4_ours = select is not vllm.own_mxfp4["select_mxfp4_moe_backend"]
+    is_int4_ours = vllm.own_wna16["CompressedTensorsWNA16MoEMethod"].__init__ is not vllm.own_init
+    assert (is_mxfp4_ours, is_int4_ours) == (name == "INT4", name == "MXFP4")

@@ -79,7 +79,7 @@ packed_layers: blocks config dense experts grouped kinds operation packed quanti
 nn: api blocks cast checks config formats integrations jit linear packed_layers quantize replaceable tensors
 distributed: blocks config nn ops quantize tensors
 integrations: __init__ api blocks cast compat config discovery experts formats grouped kinds linear logits nn norms
-    options packed_layers quantize replaceable select tensors train
+    options packed packed_layers quantize replaceable select tensors train
 compat: {CALL} api checks codegen dense discovery experts grouped logits options quantize sums thin transposed wgrad
 torch_compat: api config dense finishes grouped tensors
 method: {SIZES} api checks discovery operation quantize select tensors
@@ -113,7 +113,8 @@ compat.process compat.scales dense distributed experts finishes formats gated ge
 integrations.peft integrations.sglang_hooks integrations.sglang_indexer integrations.sglang_mxfp4
 integrations.torchtitan integrations.transformers integrations.transformers_blocks integrations.transformers_config
 integrations.transformers_experts integrations.transformers_packed integrations.transformers_weights
-integrations.vllm_experts integrations.vllm_linear integrations.vllm_mxfp4 integrations.vllm_passes launches linear
+integrations.vllm_experts integrations.vllm_int4 integrations.vllm_linear integrations.vllm_mxfp4
+integrations.vllm_packed integrations.vllm_passes launches linear
 logits method.described nn norms operation ops options packed packed_layers quantize reference replaceable sources
 sums tensors thin tools.measure tools.timing tools.trials tools.tune torch_compat train train.casts train.experts
 train.gathered train.joined train.layers train.linear train.mlp train.precompile train.products train.recipe
@@ -139,7 +140,7 @@ ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
 OTHERS_PACKAGES = {"sglang", "transformers", "vllm"}
 """Imported by the functions that need them alone: deep_tile does without."""
 
-WITHIN_ENGINES = {f"integrations.vllm_{name}" for name in ("experts", "linear", "mxfp4", "passes")}
+WITHIN_ENGINES = {f"integrations.vllm_{name}" for name in ("experts", "int4", "linear", "mxfp4", "packed", "passes")}
 WITHIN_ENGINES |= {"integrations.sglang_mxfp4"}
 """Modules with subclasses of an engine's: imported once the engine has called its plugin."""
 

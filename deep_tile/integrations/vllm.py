@@ -1,5 +1,5 @@
 """deep_tile inside vLLM: `register()`, which vLLM calls in each process by the entry point vllm.general_plugins, hooks
-block FP8 linear layers, and experts of block FP8 and of MXFP4, if VLLM_USE_DEEP_TILE is 1.
+block FP8 linear layers, and experts of block FP8, of MXFP4 and of INT4, if VLLM_USE_DEEP_TILE is 1.
 
 vLLM offers no registration ahead of its own classes: the plugin extends its list of linear kernels and wraps the
 function that chooses experts. Invariant: without the variable only vLLM's table of variables changes; nothing here
@@ -7,6 +7,7 @@ calls CUDA, so vLLM may still fork.
 """
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 
@@ -16,8 +17,11 @@ from deep_tile.integrations import engines
 _originals: dict[str, Callable] = {}
 """Wrapped functions, by name, while registered."""
 
+_PACKED = {"MXFP4": "deep_tile.integrations.vllm_mxfp4", "INT4": "deep_tile.integrations.vllm_int4"}
+"""Modules whose `hook` has experts of 4 bits served."""
+
 _undo: list[Callable[[], None]] = []
-"""What takes back the hooks of MXFP4, while registered."""
+"""What takes back those hooks, while registered."""
 
 
 def register() -> None:
@@ -73,29 +77,28 @@ def _hook() -> None:
             form = activation_format(config)
             for name, experts in EXPERTS.items():
                 if experts.is_supported_config(experts, config, weight_key, activation_key, form)[0]:
-                    _say_once(experts.__name__)
+                    say_once(experts.__name__)
                     return backends[name], experts
         return original(config, weight_key, activation_key, *arguments, **options)
 
     kernels.insert(0, DeepTileFp8BlockScaledMMKernel)
     _originals["select_fp8_moe_backend"] = original
     _put(original, select_fp8_moe_backend)
-    _hook_mxfp4()
+    for name in _PACKED:
+        _hook_packed(name)
 
 
 @functools.cache
-def _say_once(experts: str) -> None:
+def say_once(experts: str) -> None:
     engines.logger(engines.VLLM).info("Using %s", experts)
 
 
-def _hook_mxfp4() -> None:
-    """A release whose functions for MXFP4 are others has block FP8 served alone."""
+def _hook_packed(name: str) -> None:
+    """A release whose functions for such experts are others has all else served."""
     try:
-        from deep_tile.integrations.vllm_mxfp4 import hook
-
-        _undo.append(hook())
+        _undo.append(importlib.import_module(_PACKED[name]).hook())
     except Exception as error:  # what is imported raises anything
-        engines.logger(engines.VLLM).warning("deep_tile leaves experts of MXFP4 to vLLM: %s", error)
+        engines.logger(engines.VLLM).warning("deep_tile leaves experts of %s to vLLM: %s", name, error)
 
 
 def _unhook() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import models
 import reference
-import serve_mxfp4
+import serve_packed
 import torch
 import vllm.distributed.parallel_state as parallel
 from reference import error
@@ -28,10 +28,12 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from deep_tile import dequantize, quantize_weight
 from deep_tile.integrations import vllm as plugin
 from deep_tile.integrations.vllm_experts import DeepTileBatchedExperts, DeepTileExperts
+from deep_tile.integrations.vllm_int4 import DeepTileInt4Experts
 from deep_tile.integrations.vllm_linear import DeepTileFp8BlockScaledMMKernel
 from deep_tile.integrations.vllm_mxfp4 import DeepTileMxfp4Experts
 
-CLASSES = DeepTileMxfp4Experts, DeepTileBatchedExperts, DeepTileExperts, DeepTileFp8BlockScaledMMKernel
+CLASSES = DeepTileInt4Experts, DeepTileMxfp4Experts, DeepTileBatchedExperts, DeepTileExperts
+CLASSES += (DeepTileFp8BlockScaledMMKernel,)
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -158,21 +160,27 @@ def of_reloaded(config, model, kind: str) -> float:
                 yield at + suffix, scale
 
     reload.initialize_layerwise_reload(model)
-    model.load_weights(checkpoint())
+    is_int4, of_model = kind in models.INT4, config.model_config.hf_config
+    model.load_weights(models.int4_experts(of_model, "cpu", seed=1) if is_int4 else checkpoint())
     reload.finalize_layerwise_reload(model, config.model_config)
-    up = [torch.cat([matrices[expert, "gate"], matrices[expert, "up"]]) for expert in range(8)]
-    down, x = [matrices[expert, "down"] for expert in range(8)], torch.randn(5, 256, dtype=torch.bfloat16)
+    if is_int4:
+        up, down = models.DRAWN["w13"], models.DRAWN["w2"]
+    else:
+        up = [torch.cat([matrices[expert, "gate"], matrices[expert, "up"]]) for expert in range(8)]
+        down = [matrices[expert, "down"] for expert in range(8)]
+    x = torch.randn(5, 256, dtype=torch.bfloat16)
     return of_experts(kernel, layer.routed_experts, x, (up, down), (torch.zeros(8, 1),) * 2)
 
 
 def main(folder: str, kind: str) -> None:
     type(platforms.current_platform).dispatch_key = "CPU"
+    type(platforms.current_platform).num_compute_units = classmethod(lambda *_: 132)  # by which Marlin has locks
     config, model = make_model(folder, kind)
     found = {"abstract": {each.__name__: sorted(each.__abstractmethods__) for each in CLASSES}}
     layer = model.model.layers[0]
     with torch.inference_mode(), set_current_vllm_config(config):
-        found |= serve_mxfp4.errors(model, config, (5,)) if kind in models.OF_MXFP4 else of_layer(config, layer, kind)
-        if kind in ("experts", "mxfp4") and found["experts"].startswith("DeepTile"):
+        found |= serve_packed.errors(model, config, (5,)) if kind in models.PACKED else of_layer(config, layer, kind)
+        if kind in ("experts", "mxfp4", *models.INT4) and found["experts"].startswith("DeepTile"):
             found["error_of_reloaded"] = of_reloaded(config, model, kind)
         keys = [aot_compile_hash_factors(config), plugin.unregister(), aot_compile_hash_factors(config)]
     found["has_own_key"] = keys[0] != keys[-1]

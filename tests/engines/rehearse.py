@@ -101,6 +101,9 @@ STAND_INS = {
 DEEP_GEMM = "sgl-deep-gemm"
 """Folder of SGLang's DeepGEMM, whose functions the plugin's hooks are put around."""
 
+KINDS = ("dense", "experts", "mxfp4", "gpt_oss", "int4_32", "int4_128")
+"""Models that vLLM makes."""
+
 MOST_ERROR = 0.08
 """Largest error of random FP8 layers against dequantised weights."""
 
@@ -192,7 +195,7 @@ def run(folder: Path, name: str, script: str, *arguments: str, **variables: str)
 
 def check_vllm(folder: Path, name: str) -> list[str]:
     failures = []
-    for kind, variable in (*((kind, "1") for kind in ("dense", "experts", "mxfp4", "gpt_oss")), ("dense", "")):
+    for kind, variable in (*((kind, "1") for kind in KINDS), ("dense", "")):
         with tempfile.TemporaryDirectory(dir=folder) as model:
             found, said = run(folder, name, "in_vllm.py", model, kind, VLLM_USE_DEEP_TILE=variable)
         print(name, kind, f"VLLM_USE_DEEP_TILE={variable}", found, flush=True)

@@ -1,9 +1,9 @@
-"""Experts of MXFP4 inside vLLM on a Hopper GPU: a layer of gpt-oss' and one with DeepSeek-V4's sizes are loaded by vLLM
-with its defaults, CUDA graphs among them, and serve the same prompts twice; their experts are then called, alone and in
-a CUDA graph, and compared with the checkpoint's values in FP32 and, beside another stream, with themselves. Prints a
-line of JSON.
+"""Experts of MXFP4 and INT4 inside vLLM on a Hopper GPU: a layer of gpt-oss' sizes, one of DeepSeek-V4's, and those of
+fewer experts of Kimi-K2's are loaded by vLLM with its defaults, CUDA graphs among them, and serve the same prompts
+twice; their experts are then called, alone and in a CUDA graph, and compared with the checkpoint's values in FP32 and,
+beside another stream, with themselves. Prints a line of JSON.
 
-    VLLM_USE_DEEP_TILE=1 python tests/engines/serve_mxfp4.py gpt_oss     # or mxfp4
+    VLLM_USE_DEEP_TILE=1 python tests/engines/serve_packed.py gpt_oss     # or mxfp4, int4_32, int4_128
 
 Batches are the same both times: nothing of a prompt is cached, and the engine runs in this process, so that it takes no
 prompt before all have come. Other batches may have other kernels, whose rounding decides between tokens that are
@@ -44,6 +44,7 @@ SIZES = {
         "vocab_size": 151936,
     },
 }
+SIZES |= dict.fromkeys(models.INT4, SIZES["mxfp4"] | {"hidden_size": 7168, "num_experts": 24, "num_experts_per_tok": 8})
 TOKENS = (1, 7, 64, 515)
 REPEATS = 50
 MOST_ERROR = 0.08
@@ -58,7 +59,10 @@ def errors(model, config, sizes: tuple[int, ...] = TOKENS) -> dict[str, object]:
     runner = model.model.layers[0].mlp.experts
     method, experts = runner._quant_method, runner.routed_experts
     drawn = {name.rpartition(".")[2]: x for name, x in models.DRAWN.items()}
-    up, down = (reference.wide(drawn[f"{w}_weight"], drawn[f"{w}_weight_scale"]) for w in ("w13", "w2"))
+    if "w13" in drawn:
+        up, down = drawn["w13"], drawn["w2"]
+    else:
+        up, down = (reference.wide(drawn[f"{w}_weight"], drawn[f"{w}_weight_scale"]) for w in ("w13", "w2"))
     count, device = len(up), up.device
     biases = [drawn.get(f"{w}_bias", torch.zeros(count, 1, device=device)) for w in ("w13", "w2")]
     gated = reference.of_silu if experts.activation == MoEActivation.SILU else reference.of_gpt_oss
@@ -133,7 +137,7 @@ def main(kind: str) -> int:
             gpu_memory_utilization=0.12,
             kv_cache_memory_bytes=2 * 10**8,
             enable_prefix_caching=False,
-            worker_extension_cls="serve_mxfp4.Worker",
+            worker_extension_cls="serve_packed.Worker",
             compilation_config={"cudagraph_capture_sizes": [1, 8]},
         )
         prompts = [{"prompt_token_ids": [(i * i + 7919 * i * n) % 150000 + 3 for i in range(40)]} for n in range(1, 6)]
