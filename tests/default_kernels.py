@@ -101,6 +101,8 @@ FINISHED_CONFIGS = (
     *default_configs(False, "fp8_rows_e5m2_e5m2", None, False, "bf16", "gelu_tanh")[2::4],
     *default_configs(False, "int8_rows", "fp32", False, "fp32", "none")[3::4],
     *default_configs(True, "int8_unscaled", "bf16", False, "fp32", "silu")[::4],
+    *default_configs(True, "mxfp4", None, False, "bf16", "gelu")[1::3],
+    *default_configs(True, "mxfp4", None, False, "fp32", "gelu_tanh")[2::4],
     *default_configs(True, "int4_32", None, False, "bf16", "none")[3::4],
     *default_configs(True, "int4_32", None, False, "fp32", "silu")[5::3],
     *default_configs(True, "int4_32", None, False, "none", "swiglu")[6::5],
