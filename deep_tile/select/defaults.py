@@ -215,8 +215,8 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
     Code must stay below 66 KB, which a launch loads without extra time. An epilogue rules out paired K blocks. An
     activation rules out main loops with many copies. Exact GELU (14 instructions per sum) rules out 256-row tiles; if
     quantised, so does tanh GELU after a bias. Quantised 256-column tiles rule out both GELUs, and SiLU after a bias.
-    Registers rule out: an activation on 64x256, and on split tiles of two chunks; GELUs on some of a packed weight's
-    tiles (`_is_narrow`); with per-row scales, an epilogue on promoted two-chunk tiles (exact GELU also on 128x192) and
+    Registers rule out: an activation on 64x256, and on split tiles of two chunks; GELUs on some tiles of packed weights
+    (`_lacks_registers`); with per-row scales, an epilogue on promoted two-chunk tiles (exact GELU also on 128x192) and
     on the widest tiles, which also hold scales. Output boxes are fewer where `out` has fewer columns.
     """
     if (bias, activation) == ("none", "none"):
@@ -241,7 +241,7 @@ def _is_crowded(config: GemmConfig, activation: str) -> bool:
     """Whether this epilogue leaves too few registers."""
     if activation != "none" and ((config.block_m, config.block_n) == (64, 256) or (config.split_k > 1 < config.chunks)):
         return True
-    if config.is_packed and activation.startswith("gelu") and _is_narrow(config):
+    if config.is_packed and activation.startswith("gelu") and _lacks_registers(config):
         return True
     if not config.row_scales:
         return False
@@ -251,11 +251,11 @@ def _is_crowded(config: GemmConfig, activation: str) -> bool:
     return wide and not (config.block_m == 256 and config.out_bytes == 2 and activation == "none")
 
 
-def _is_narrow(config: GemmConfig) -> bool:
-    """Whether a packed weight's tile has too few registers for a GELU. Tables and 128 columns leave two math warpgroups
-    too few without split K: NVRTC 13.2 and 13.5 let warps of MXFP4's 128x128 diverge, and 256x128 spills."""
-    crowded = config.math_warpgroups == 2 and config.block_n == 128 and config.split_k == 1
-    return config.block_n not in _ROOMY_WIDTHS or (crowded and not config.b_integers)
+def _lacks_registers(config: GemmConfig) -> bool:
+    """Whether a packed weight's tile has too few registers for a GELU. Without split K 256x128 spills, and, beside
+    tables, NVRTC 13.2 and 13.5 let warps of 128x128 diverge."""
+    crowded = config.block_m == 256 or (config.block_m == 128 and not config.b_integers)
+    return config.block_n not in _ROOMY_WIDTHS or (crowded and config.block_n == 128 and config.split_k == 1)
 
 
 def quantized(config: GemmConfig) -> GemmConfig | None:
