@@ -71,7 +71,7 @@ index. More blocks would leave too few registers: 32 hold loaded values, 8 the s
 take 0.3 to 1.6 us longer for up to 32 tokens of eight experts, which then wait twice (H100, 2026-11-26)."""
 
 UNPACK = {
-    name: UnpackKernel(name, threads=256, blocks_per_sm=6) for name, kind in PACKED.items() if kind.packing.chains == 1
+    name: UnpackKernel(name, threads=256, blocks_per_sm=6) for name, kind in PACKED.items() if kind.packing.fits_fp8
 }
 """Unpacking kernels by packed kind, of those that FP8 holds. A warp has 1 KB of reads in flight; an SM's 32 warps have
 what the roofline asks for."""

@@ -91,7 +91,7 @@ class GemmConfig:
         tma_store: store `out` with TMA; otherwise element by element, for any alignment and row stride.
         b_stages: K blocks of a resident b, which stays in shared memory while a thread block works down a column of
             tiles; for 128 < k <= 128 * b_stages. 0: b goes through the pipeline like a. For a packed b: slots for
-            converted stages; 0 in tiles of 32 rows, which multiply it from registers.
+            converted stages; 0 in tiles of 32 rows, and in those of 64 that multiply it from registers.
         pairs: multiply K blocks in pairs (k must hold an even number), with one main-loop copy for each alignment
             between tile columns and scale blocks.
         kind: operand dtypes and scaling, a name in `kinds.EVERY_KIND`.

@@ -210,7 +210,7 @@ class PackedGrouped(unpack.Unpacking, Grouped):
 
     def configs(self, of_all: GemmProblem, max_m: int, layouts: Iterable[str]) -> set[GemmConfig]:
         configs = super().configs(of_all, max_m, layouts)
-        in_blocks = of_all.product.scaling == "blocks" and of_all.product.packing.chains == 1
+        in_blocks = of_all.product.scaling == "blocks" and of_all.product.packing.fits_fp8
         if in_blocks and max_m >= LEAST_UNPACKED:
             configs |= super().configs(of_all._replace(kind="fp8"), max_m, layouts)
         return configs

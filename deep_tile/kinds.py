@@ -57,6 +57,11 @@ class Packing(NamedTuple):
         """WGMMA chains per K block: as many as its groups have scales that promotion applies."""
         return K_BLOCK_BYTES // self.group if self.integers else 1
 
+    @property
+    def fits_fp8(self) -> bool:
+        """Whether FP8 elements and the operand's scale make up the weight, so that it can be unpacked to them."""
+        return self.chains == 1
+
 
 class Kind(NamedTuple):
     """A GEMM type: operand dtypes, scaling, accumulator.

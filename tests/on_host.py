@@ -9,6 +9,18 @@ from pathlib import Path
 
 import pytest
 
+LOADS = {
+    r'asm volatile\("ld\.shared\..*?: "memory"\);': "value = *reinterpret_cast<decltype(value)*>(host_smem(smem));"
+}
+"""Replacement of loads from shared memory."""
+
+STORAGE = """
+alignas(1024) char storage[232448];
+inline unsigned long long host_address(const void* at) { return static_cast<const char*>(at) - storage; }
+inline char* host_smem(unsigned smem) { return storage + smem; }
+"""
+"""Shared memory of a program with its assembly replaced."""
+
 
 def without_assembly(text: str, replacements: Mapping[str, str], flags: int = 0) -> str:
     """The text with each pattern replaced; each must occur."""

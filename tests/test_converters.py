@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 from formats import INT4, NAMES_OF_PACKED, draw, spread
-from on_host import load, without_assembly
+from on_host import LOADS, STORAGE, load, without_assembly
 from test_cast_kernels import ASSEMBLY_OF_UNPACK
 
 from deep_tile import GemmConfig, codegen, pack_weight, packed, params, unpack_weight
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.about(
 
 ASSEMBLY = {
     **{pattern: ASSEMBLY_OF_UNPACK[pattern] for pattern in ASSEMBLY_OF_UNPACK if "griddepcontrol" not in pattern},
-    r'asm volatile\("ld\.shared\..*?: "memory"\);': "value = *reinterpret_cast<decltype(value)*>(host_smem(smem));",
+    **LOADS,
     r'asm volatile\("st\.shared\.v4\.b32 .*?: "memory"\);': (
         "const u32 vector[] = {r0, r1, r2, r3}; memcpy(host_smem(smem), vector, sizeof vector);"
     ),
@@ -38,10 +38,7 @@ ASSEMBLY = {
 PROGRAM = """
 #include "host_warp.h"
 {struct}
-alignas(1024) char storage[232448];
-inline unsigned long long host_address(const void* at) {{ return static_cast<const char*>(at) - storage; }}
-inline char* host_smem(unsigned smem) {{ return storage + smem; }}
-
+{storage}
 #define private public  // what a multiplying warp converts is its own
 {headers}
 
@@ -140,7 +137,7 @@ def library(tmp_path_factory):
         )
         for i, config in enumerate(CONFIGS)
     ]
-    text = "\n".join([PROGRAM.format(struct=params.GEMM.text, headers=headers), *entries])
+    text = "\n".join([PROGRAM.format(struct=params.GEMM.text, storage=STORAGE, headers=headers), *entries])
     return load(tmp_path_factory.mktemp("converters"), text)
 
 

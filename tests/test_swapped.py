@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from on_host import load, without_assembly
+from on_host import LOADS, STORAGE, load, without_assembly
 
 from deep_tile import GemmConfig, codegen, params
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.about(
 )
 
 ASSEMBLY = {
-    r'asm volatile\("ld\.shared\..*?: "memory"\);': "value = *reinterpret_cast<decltype(value)*>(host_smem(smem));",
+    **LOADS,
     r'asm volatile\("st\.shared\.f32 .*?: "memory"\);': "memcpy(host_smem(smem), &value, sizeof value);",
     r'asm volatile\(\s*"\{\\n"\s*"\.reg \.pred p;\\n"\s*"setp\.ne\.b32 p, %2, 0;\\n"\s*"@p bar\.sync [^;]*;[^;]*;': (
         "__syncthreads();"
@@ -30,10 +30,7 @@ ASSEMBLY = {
 PROGRAM = """
 #include "host_warp.h"
 {struct}
-alignas(1024) char storage[232448];
-inline unsigned long long host_address(const void* at) {{ return static_cast<const char*>(at) - storage; }}
-inline char* host_smem(unsigned smem) {{ return storage + smem; }}
-
+{storage}
 #define private public  // sums and scales are the main loop's own
 {headers}
 
@@ -120,7 +117,7 @@ def library(tmp_path_factory):
     headers = without_assembly(headers, {r'asm\("cvt\.f32\.f16 [^;]*;[^;]*;': "value = host_f32_of_f16(half);"})
     headers = without_assembly(headers, ASSEMBLY, re.DOTALL)
     entries = [ENTRY.format(number=i, config=codegen._fields(config)) for i, config in enumerate(CONFIGS)]
-    text = "\n".join([PROGRAM.format(struct=params.GEMM.text, headers=headers), *entries])
+    text = "\n".join([PROGRAM.format(struct=params.GEMM.text, storage=STORAGE, headers=headers), *entries])
     return load(tmp_path_factory.mktemp("swapped"), text)
 
 

@@ -242,7 +242,7 @@ def unpacks(problem: GemmProblem) -> bool:
     False above `MOST_UNPACKED_BYTES`, and for integers in groups, whose scales FP8 does not hold. With 1x128 scales of
     rows, false for groups, and for k up to 128, where the FP8 GEMM could take them for other scales.
     """
-    if problem.product.packing.chains > 1:
+    if not problem.product.packing.fits_fp8:
         return False
     by_columns, groups = problem.product.scaling == "row_blocks", problem.groups
     if by_columns and (groups is not None or problem.k <= SCALE_BLOCK):
