@@ -488,7 +488,12 @@ class GemmConfig:
     @property
     def exchange_bytes(self) -> int:
         """Bytes for the sums that math warpgroups exchange, of 64 rows, padded."""
-        return 4 * MMA_M * (self.block_n + 4) if self.swap_ab else 0
+        return MMA_M * self.sums_row_bytes if self.swap_ab else 0
+
+    @property
+    def sums_row_bytes(self) -> int:
+        """Bytes of a row of a tile's sums in shared memory, padded."""
+        return 4 * (self.block_n + 4)
 
     @property
     def b_unit_bytes(self) -> int:
@@ -520,7 +525,7 @@ class GemmConfig:
     def b_slot_bytes(self) -> int:
         """Bytes per slot of `b`: a stage's rows, or a tile's padded sums by K part, in whole swizzle periods."""
         if self.from_registers:
-            return round_up(self.k_parts * self.block_m * (self.block_n + 4) * 4, 1024)
+            return round_up(self.k_parts * self.block_m * self.sums_row_bytes, 1024)
         return self.b_rows * self.k_bytes
 
     @property

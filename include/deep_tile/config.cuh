@@ -79,6 +79,7 @@ struct GemmConfig {
     constexpr bool has_slots() const { return b_stages > 0 || from_registers; }
     constexpr bool resident_b() const { return b_stages > 0 && !packed_b(); }
     constexpr bool moves_registers() const { return math_warpgroups == 2 || packed_b(); }  // by setmaxnreg
+    constexpr int sums_stride() const { return block_n + 4; }  // floats from row to row; a warp's lanes write to 32 banks
     constexpr int multicast_ctas() const { return cluster_m * cluster_n; }  // a cluster's CTAs of one K part
     constexpr int cluster() const { return multicast_ctas() * split_k; }
     constexpr bool multicast() const { return multicast_ctas() > 1; }
@@ -188,7 +189,7 @@ struct Exchange {};
 
 template <GemmConfig config>
 struct Exchange<config, true> {
-    alignas(16) float sums[mma_m][config.block_n + 4];
+    alignas(16) float sums[mma_m][config.sums_stride()];
 };
 
 // Tiles to which the stages of units belong, for converter warps that multiply and have no scheduler.

@@ -19,7 +19,7 @@ namespace deep_tile {
 // Shared-memory address of the sums of a part of the stage's K blocks.
 template <GemmConfig config>
 __device__ __forceinline__ u32 sums_address(SharedStorage<config>& smem, int part) {
-    return ptx::smem_address(smem.b[0]) + part * config.block_m * TileSums<config>::stride * sizeof(float);
+    return ptx::smem_address(smem.b[0]) + part * config.block_m * config.sums_stride() * sizeof(float);
 }
 
 // Main loop of the math warpgroup: takes sums from the converter warpgroups.
@@ -241,7 +241,7 @@ class RegisterMultiplier {
         if (unit_ < tile_units<config>) {
 #pragma unroll
             for (int i = 0; i < chunks; ++i) {
-                const u32 to = sums_address<config>(smem_, part_) + i * 2 * count * TileSums<config>::stride * sizeof(float);
+                const u32 to = sums_address<config>(smem_, part_) + i * 2 * count * config.sums_stride() * sizeof(float);
                 TileSums<config>::write(to, unit_ * unit_rows + lane() / 4, sums[i]);
             }
         }

@@ -87,15 +87,13 @@ __device__ __forceinline__ void clear_swapped(const GemmParams& params, float (&
 // A tile's sums in shared memory, by row of `a` and of `b`.
 template <GemmConfig config>
 struct TileSums {
-    static constexpr int stride = config.block_n + 4;  // floats; the lanes of a warp write to 32 banks
-
     // Writes a thread's sums; `column` is its first row of `b` in the tile.
     template <int count>
     static __device__ __forceinline__ void write(u32 to, int column, const float (&sums)[count]) {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
             const int row = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-            ptx::st_shared(to + (row * stride + column + i / 2 % 2 * 8) * sizeof(float), sums[i]);
+            ptx::st_shared(to + (row * config.sums_stride() + column + i / 2 % 2 * 8) * sizeof(float), sums[i]);
         }
     }
 
@@ -105,7 +103,8 @@ struct TileSums {
 #pragma unroll
         for (int i = 0; i < config.block_n / 4; ++i) {  // pairs of columns
             const int column = i / 2 * 8 + lane % 4 * 2;
-            const uint2 pair = ptx::ld_shared_v2(from + ((row + lane / 4 + i % 2 * 8) * stride + column) * sizeof(float));
+            const uint2 pair = ptx::ld_shared_v2(
+                from + ((row + lane / 4 + i % 2 * 8) * config.sums_stride() + column) * sizeof(float));
             sums[2 * i] += __uint_as_float(pair.x);
             sums[2 * i + 1] += __uint_as_float(pair.y);
         }
